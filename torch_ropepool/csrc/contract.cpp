@@ -1,0 +1,221 @@
+#include "contract.h"
+
+#include <cmath>
+#include <cstdio>
+#include <stdexcept>
+
+namespace rope_pool {
+namespace {
+
+// Only called to build a message.
+class Message {
+ public:
+  Message& operator<<(const char* text) {
+    text_ += text;
+    return *this;
+  }
+  Message& operator<<(const std::string& text) {
+    text_ += text;
+    return *this;
+  }
+  Message& operator<<(std::int64_t number) {
+    text_ += std::to_string(number);
+    return *this;
+  }
+  Message& operator<<(double number) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%g", number);
+    text_ += std::isnan(number) ? "nan" : text;
+    return *this;
+  }
+  // The tensor's shape, as in Python: [4, 8, 64].
+  Message& operator<<(const TensorView& tensor) {
+    text_ += '[';
+    for (std::int64_t d = 0; d < tensor.ndim; ++d) {
+      if (d > 0) text_ += ", ";
+      text_ += std::to_string(tensor.sizes[d]);
+    }
+    text_ += ']';
+    return *this;
+  }
+  const std::string& text() const { return text_; }
+
+ private:
+  std::string text_;
+};
+
+[[noreturn]] void fail(const Message& message) { throw std::invalid_argument(message.text()); }
+
+// A [num_tokens, heads, head_dim] tensor given as [num_tokens, heads * head_dim], or with a batch
+// dimension in front: the two ways in which callers hold it elsewhere.
+void add_rank_hint(Message& message, const TensorView& t, std::int64_t heads, std::int64_t head_dim) {
+  if (t.ndim == 2 && t.sizes[1] == heads * head_dim) {
+    message << "\nhint: the heads of " << t.name << " are packed; pass " << t.name << ".view("
+            << t.sizes[0] << ", " << heads << ", " << head_dim << ")";
+  } else if (t.ndim == 4 && t.sizes[2] == heads && t.sizes[3] == head_dim) {
+    message << "\nhint: " << t.name << " has a batch dimension; pass " << t.name << ".flatten(0, 1)";
+  }
+}
+
+void check_ranks(const RopePoolArgs& a) {
+  for (const TensorView* t : {&a.q, &a.k, &a.v}) {
+    if (t->ndim == 3) continue;
+    Message message;
+    message << "rope_pool_fused expects q/k/v to be 3-D, got " << t->name << " " << *t;
+    add_rank_hint(message, *t, t == &a.q ? a.num_qo_heads : a.num_kv_heads, a.head_dim);
+    fail(message);
+  }
+  for (const TensorView* t : {&a.positions, &a.slots}) {
+    if (t->ndim == 1) continue;
+    fail(Message() << "rope_pool_fused expects positions/slots to be 1-D, got " << t->name << " " << *t);
+  }
+  for (const TensorView* t : {&a.k_pool, &a.v_pool}) {
+    if (t->ndim == 3) continue;
+    Message message;
+    message << "rope_pool_fused expects pool tensors to be 3-D, got " << t->name << " " << *t;
+    add_rank_hint(message, *t, a.num_kv_heads, a.head_dim);
+    fail(message);
+  }
+}
+
+bool same_shape(const TensorView& a, const TensorView& b) {
+  return a.sizes[0] == b.sizes[0] && a.sizes[1] == b.sizes[1] && a.sizes[2] == b.sizes[2];
+}
+
+void check_shapes(const RopePoolArgs& a) {
+  if (a.q.sizes[1] != a.num_qo_heads || a.q.sizes[2] != a.head_dim) {
+    Message message;
+    message << "q shape must be [num_tokens, num_qo_heads, head_dim], got " << a.q
+            << " with num_qo_heads " << a.num_qo_heads << ", head_dim " << a.head_dim;
+    if (a.q.sizes[1] == a.num_kv_heads && a.k.sizes[1] == a.num_qo_heads) {
+      message << "\nhint: num_qo_heads and num_kv_heads look swapped";
+    }
+    fail(message);
+  }
+  if (a.k.sizes[0] != a.num_tokens() || a.k.sizes[1] != a.num_kv_heads || a.k.sizes[2] != a.head_dim) {
+    fail(Message() << "k shape must be [num_tokens, num_kv_heads, head_dim], got " << a.k
+                   << " with num_tokens " << a.num_tokens() << ", num_kv_heads " << a.num_kv_heads
+                   << ", head_dim " << a.head_dim);
+  }
+  if (!same_shape(a.v, a.k)) {
+    fail(Message() << "v shape must match k shape, got " << a.v << " vs " << a.k);
+  }
+  if (a.positions.sizes[0] != a.num_tokens() || a.slots.sizes[0] != a.num_tokens()) {
+    fail(Message() << "positions/slots must have one entry per token, got positions " << a.positions
+                   << ", slots " << a.slots << " for " << a.num_tokens() << " tokens");
+  }
+  if (a.k_pool.sizes[1] != a.num_kv_heads || a.k_pool.sizes[2] != a.head_dim) {
+    fail(Message() << "k_pool has incompatible shape " << a.k_pool
+                   << ": must be [pool_size, num_kv_heads, head_dim] with num_kv_heads "
+                   << a.num_kv_heads << ", head_dim " << a.head_dim);
+  }
+  if (!same_shape(a.v_pool, a.k_pool)) {
+    fail(Message() << "v_pool shape must match k_pool shape, got " << a.v_pool << " vs " << a.k_pool);
+  }
+}
+
+bool is_half_or_single(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32;
+}
+
+void check_dtypes(const RopePoolArgs& a, bool allows_float64) {
+  if (a.k.scalar_type != a.q.scalar_type || a.v.scalar_type != a.q.scalar_type) {
+    fail(Message() << "q/k/v dtypes must match, got q " << dtype_name(a.q) << ", k "
+                   << dtype_name(a.k) << ", v " << dtype_name(a.v));
+  }
+  if (a.k_pool.scalar_type != a.q.scalar_type || a.v_pool.scalar_type != a.q.scalar_type) {
+    fail(Message() << "pool dtypes must match q/k/v dtype, got k_pool " << dtype_name(a.k_pool)
+                   << ", v_pool " << dtype_name(a.v_pool) << " with q/k/v " << dtype_name(a.q));
+  }
+  if (!is_half_or_single(a.q.dtype) && !(allows_float64 && a.q.dtype == DType::kFloat64)) {
+    fail(Message() << "q/k/v dtype must be float16, bfloat16 or float32, got " << dtype_name(a.q));
+  }
+  for (const TensorView* t : {&a.positions, &a.slots}) {
+    if (t->dtype == DType::kInt32 || t->dtype == DType::kInt64) continue;
+    fail(Message() << "positions/slots must be int32 or int64, got " << t->name << " " << dtype_name(*t));
+  }
+}
+
+void check_scalars(const RopePoolArgs& a) {
+  if (a.head_dim % 2 != 0 || a.head_dim < 2) {
+    fail(Message() << "head_dim must be even and at least 2, got " << a.head_dim);
+  }
+  if (a.num_qo_heads < 1) fail(Message() << "num_qo_heads must be at least 1, got " << a.num_qo_heads);
+  if (a.num_kv_heads < 1) fail(Message() << "num_kv_heads must be at least 1, got " << a.num_kv_heads);
+  if (!std::isfinite(a.rope_base) || a.rope_base <= 0) {
+    fail(Message() << "rope_base must be finite and positive, got " << a.rope_base);
+  }
+}
+
+View view_of(const TensorView& t) {
+  return {reinterpret_cast<std::uintptr_t>(t.data), t.itemsize, t.ndim, t.sizes, t.strides};
+}
+
+void check_memory(const RopePoolArgs& a) {
+  const TensorView* tensors[] = {&a.q, &a.k, &a.v, &a.positions, &a.slots, &a.k_pool, &a.v_pool};
+  for (const TensorView* t : tensors) {
+    if (t->device_type == a.q.device_type && t->device_index == a.q.device_index) continue;
+    fail(Message() << "all tensors must be on one device, got q on " << device_name(a.q) << ", "
+                   << t->name << " on " << device_name(*t));
+  }
+  for (const TensorView* t : tensors) {
+    const std::int64_t extent = static_cast<std::int64_t>(byte_extent(view_of(*t)));
+    const std::int64_t needed = extent == 0 ? 0 : t->storage_offset * t->itemsize + extent;
+    if (needed <= t->storage_bytes) continue;
+    fail(Message() << t->name << " needs a storage of " << needed << " bytes, got one of "
+                   << t->storage_bytes);
+  }
+}
+
+[[noreturn]] void fail_overlap(const char* what, Overlap overlap) {
+  Message message;
+  message << what;
+  if (overlap == Overlap::kUndecided) {
+    message << ", which 1000 steps of search could not rule out for these strides";
+  }
+  fail(message);
+}
+
+void check_no_overlap(const TensorView& written, const TensorView& other) {
+  const Overlap found = overlap(view_of(written), view_of(other));
+  if (found == Overlap::kNo) return;
+  const std::string what = std::string(written.name) + " and " + other.name + " must not overlap";
+  fail_overlap(what.c_str(), found);
+}
+
+void check_no_self_overlap(const TensorView& written) {
+  const Overlap found = self_overlap(view_of(written));
+  if (found == Overlap::kNo) return;
+  const std::string what = std::string(written.name) + " must not overlap itself";
+  fail_overlap(what.c_str(), found);
+}
+
+// A tensor that is written shares no memory with itself or any other.
+void check_overlaps(const RopePoolArgs& a, bool in_place) {
+  check_no_self_overlap(a.k_pool);
+  check_no_self_overlap(a.v_pool);
+  check_no_overlap(a.k_pool, a.v_pool);
+  for (const TensorView* pool : {&a.k_pool, &a.v_pool}) {
+    for (const TensorView* t : {&a.q, &a.k, &a.v, &a.positions, &a.slots}) check_no_overlap(*pool, *t);
+  }
+  if (!in_place) return;
+  check_no_self_overlap(a.q);
+  check_no_self_overlap(a.k);
+  check_no_overlap(a.q, a.k);
+  for (const TensorView* written : {&a.q, &a.k}) {
+    for (const TensorView* t : {&a.v, &a.positions, &a.slots}) check_no_overlap(*written, *t);
+  }
+}
+
+}  // namespace
+
+void check_contract(const RopePoolArgs& args, const ContractOptions& options) {
+  check_ranks(args);
+  check_shapes(args);
+  check_dtypes(args, options.allows_float64);
+  check_scalars(args);
+  check_memory(args);
+  check_overlaps(args, options.in_place);
+}
+
+}  // namespace rope_pool

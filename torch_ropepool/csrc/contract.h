@@ -1,0 +1,61 @@
+// The shape and dtype contract of the op, once, for every compiled backend. No torch in here.
+// torch_ropepool/_fake.py says the same on symbolic shapes; tests/test_contract_parity.py holds the
+// two together.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "overlap.h"
+
+namespace rope_pool {
+
+enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64, kOther };
+
+// What the contract and the kernels need to know of a tensor.
+struct TensorView {
+  const char* name;  // the argument's
+  void* data;        // of the first element
+  DType dtype;
+  std::int64_t itemsize;        // in bytes
+  std::int64_t ndim;            //
+  const std::int64_t* sizes;    // [ndim]
+  const std::int64_t* strides;  // [ndim], in elements
+  std::int64_t storage_offset;  // in elements
+  std::int64_t storage_bytes;
+  std::int32_t device_type;   // torch's number for it
+  std::int32_t device_index;  //
+  std::int32_t scalar_type;   // torch's number for the dtype, for messages
+};
+
+struct RopePoolArgs {
+  TensorView q;          // [num_tokens, num_qo_heads, head_dim]
+  TensorView k;          // [num_tokens, num_kv_heads, head_dim]
+  TensorView v;          // [num_tokens, num_kv_heads, head_dim]
+  TensorView positions;  // [num_tokens]
+  TensorView slots;      // [num_tokens]
+  TensorView k_pool;     // [pool_size, num_kv_heads, head_dim]
+  TensorView v_pool;     // [pool_size, num_kv_heads, head_dim]
+  std::int64_t head_dim;
+  std::int64_t num_qo_heads;
+  std::int64_t num_kv_heads;
+  double rope_base;
+
+  std::int64_t num_tokens() const { return q.sizes[0]; }
+  std::int64_t pool_size() const { return k_pool.sizes[0]; }
+};
+
+// What differs between backends and ops.
+struct ContractOptions {
+  bool in_place;        // q and k are written too
+  bool allows_float64;  // the backend has a float64 kernel
+};
+
+// Throws std::invalid_argument, which torch turns into ValueError, for the first broken rule.
+void check_contract(const RopePoolArgs& args, const ContractOptions& options);
+
+// Names for messages, filled in by the file that knows torch: "float32", "cuda:0".
+std::string dtype_name(const TensorView& tensor);
+std::string device_name(const TensorView& tensor);
+
+}  // namespace rope_pool

@@ -1,0 +1,116 @@
+// The CPU backend of the ops: slots checked, work split over torch's threads.
+#include <torch/csrc/stable/ops.h>
+
+#include <memory>
+#include <stdexcept>
+
+#include "../rope_pool_ops.h"
+#include "rope_pool_cpu_kernel.h"
+
+namespace rope_pool {
+namespace {
+
+IndexArray index_array(const TensorView& t) {
+  return {t.data, t.dtype == DType::kInt64, t.strides[0]};
+}
+
+RowStrides row_strides(const TensorView& t) { return {t.strides[0], t.strides[1], t.strides[2]}; }
+
+// Throws before anything is written. Returns whether the slots that are stored to increase strictly,
+// so that no two are the same.
+bool check_slots(const IndexArray& slots, i64 num_tokens, i64 pool_size) {
+  bool increasing = true;
+  i64 previous = -1;
+  for (i64 token = 0; token < num_tokens; ++token) {
+    const i64 slot = slots[token];
+    if (slot < 0) continue;
+    if (slot >= pool_size) {
+      throw std::out_of_range("slots[" + std::to_string(token) + "] is " + std::to_string(slot) +
+                              ", out of range for pool_size " + std::to_string(pool_size) +
+                              "; a negative slot means: do not store");
+    }
+    increasing = increasing && slot > previous;
+    previous = slot;
+  }
+  return increasing;
+}
+
+// The slots with -1 in place of each that a later token names again. So whatever the order in which
+// threads come to the tokens, the last one's row is what stays.
+std::unique_ptr<i64[]> last_writers(const IndexArray& slots, i64 num_tokens) {
+  // An open-addressing hash set of the slots seen from the end, at most half full.
+  std::size_t capacity = 4;
+  while (capacity < 2 * static_cast<std::size_t>(num_tokens)) capacity *= 2;
+  std::unique_ptr<i64[]> result(new i64[static_cast<std::size_t>(num_tokens)]);
+  std::unique_ptr<i64[]> seen(new i64[capacity]);
+  std::fill(seen.get(), seen.get() + capacity, i64{-1});
+  for (i64 token = num_tokens; token-- > 0;) {
+    const i64 slot = slots[token];
+    result[static_cast<std::size_t>(token)] = slot;
+    if (slot < 0) continue;
+    std::size_t at = (static_cast<std::size_t>(slot) * 0x9e3779b97f4a7c15u >> 32) & (capacity - 1);
+    while (seen[at] != -1 && seen[at] != slot) at = (at + 1) & (capacity - 1);
+    if (seen[at] == slot) result[static_cast<std::size_t>(token)] = -1;
+    seen[at] = slot;
+  }
+  return result;
+}
+
+// Tokens per thread below which a second thread does not pay.
+i64 grain_size(const RopePoolParams& p, i64 itemsize) {
+  constexpr i64 kBytes = 64 * 1024;
+  const i64 token_bytes = (2 * p.num_qo_heads + 5 * p.num_kv_heads) * p.head_dim * itemsize;
+  return std::max(i64{1}, kBytes / token_bytes);
+}
+
+struct Cpu {
+  static constexpr bool allows_float64 = true;
+
+  static void launch(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
+    CpuLaunch launch{};
+    launch.params = {args.num_tokens(),
+                     args.num_qo_heads,
+                     args.num_kv_heads,
+                     args.head_dim,
+                     row_strides(args.q),
+                     row_strides(args.k),
+                     row_strides(args.v),
+                     row_strides(q_rot),
+                     row_strides(k_rot),
+                     row_strides(args.k_pool),
+                     row_strides(args.v_pool)};
+    launch.q = args.q.data;
+    launch.k = args.k.data;
+    launch.v = args.v.data;
+    launch.q_rot = q_rot.data;
+    launch.k_rot = k_rot.data;
+    launch.k_pool = args.k_pool.data;
+    launch.v_pool = args.v_pool.data;
+    launch.positions = index_array(args.positions);
+    launch.slots = index_array(args.slots);
+
+    const i64 num_tokens = args.num_tokens();
+    const bool increasing = check_slots(launch.slots, num_tokens, args.pool_size());
+    const auto table = frequency_table(args.rope_base, static_cast<std::size_t>(args.head_dim));
+    launch.table = table.get();
+    const RopePoolTokens tokens = rope_pool_tokens(args.q.dtype);
+
+    const i64 grain = grain_size(launch.params, args.q.itemsize);
+    if (num_tokens <= grain) {
+      tokens(launch, 0, num_tokens);
+      return;
+    }
+    std::unique_ptr<i64[]> stored;
+    if (!increasing) {
+      stored = last_writers(launch.slots, num_tokens);
+      launch.slots = {stored.get(), true, 1};
+    }
+    torch::stable::parallel_for(0, num_tokens, grain,
+                                [&](int64_t begin, int64_t end) { tokens(launch, begin, end); });
+  }
+};
+
+}  // namespace
+}  // namespace rope_pool
+
+STABLE_TORCH_LIBRARY_IMPL(ropepool, CPU, m) { rope_pool::RopePoolOps<rope_pool::Cpu>::register_kernels(m); }

@@ -1,0 +1,223 @@
+// Element math of the op: phase, sine and cosine, rotation, conversions of half types.
+// C++17, CUDA and MSL all read this one file, so it keeps to their common subset: no pointers, no
+// library call but fma, and no double or 64-bit literal outside the parts that Metal does not see.
+// Compile it with floating-point contraction off: every fma is written out.
+#pragma once
+
+#if !defined(__METAL_VERSION__)
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#endif
+
+#if defined(__METAL_VERSION__)
+#define ROPE_POOL_FN inline
+#elif defined(__CUDACC__)
+#define ROPE_POOL_FN __host__ __device__ __forceinline__
+#elif defined(_MSC_VER)
+#define ROPE_POOL_FN __forceinline
+#else
+#define ROPE_POOL_FN inline __attribute__((always_inline))
+#endif
+
+namespace rope_pool {
+
+#if defined(__METAL_VERSION__)
+typedef ushort u16;
+typedef uint u32;
+typedef int i32;
+typedef ulong u64;
+typedef long i64;
+ROPE_POOL_FN u32 bits_of(float x) { return as_type<u32>(x); }
+ROPE_POOL_FN float float_of(u32 bits) { return as_type<float>(bits); }
+ROPE_POOL_FN float fma(float a, float b, float c) { return metal::fma(a, b, c); }
+#else
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using i32 = std::int32_t;
+using u64 = std::uint64_t;
+using i64 = std::int64_t;
+ROPE_POOL_FN u32 bits_of(float x) {
+  u32 bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+ROPE_POOL_FN float float_of(u32 bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+ROPE_POOL_FN float fma(float a, float b, float c) { return std::fma(a, b, c); }
+ROPE_POOL_FN double fma(double a, double b, double c) { return std::fma(a, b, c); }
+#endif
+
+// ---- Phase: position * frequency as a fraction of a turn. The integer product wraps around at whole
+// turns, which is the exact range reduction.
+
+// Turns per position of one pair: (high * 2^32 + low + tail * 2^-32) * 2^-64.
+struct Frequency {
+  u32 high;
+  u32 low;
+  i32 tail;
+};
+
+// The phase in units of 2^-32 turn, for a position that fits in 32 bits.
+// Off by at most |position| * 2^-65 + 2^-32 turn.
+ROPE_POOL_FN u32 phase32(i32 position, u32 high, u32 low) {
+  u32 p = (u32)position;
+  u32 borrow = position < 0 ? low : 0u;  // a negative position is p - 2^32
+  return p * high + (u32)(((u64)p * (u64)low) >> 32) - borrow;
+}
+
+// The phase in units of 2^-64 turn, for any position.
+// Off by at most |position| * 2^-97 + 2^-63 turn.
+ROPE_POOL_FN u64 phase64(i64 position, Frequency f) {
+  u64 nearest = ((u64)f.high << 32) | (u64)f.low;
+  i64 position_high = position >> 32;
+  i64 position_low = position & (i64)0xffffffffu;
+  i64 tail = position_high * (i64)f.tail + ((position_low * (i64)f.tail) >> 32);
+  return (u64)position * nearest + (u64)tail;
+}
+
+// ---- Sine and cosine of a phase: an eighth of a turn either way by polynomial, then whole quarters.
+
+template <class T>
+struct Angle {
+  T cos;
+  T sin;
+};
+
+template <class T>
+ROPE_POOL_FN Angle<T> turn_quarters(u32 quarters, T cos, T sin) {
+  bool odd = (quarters & 1u) != 0u;
+  T c = odd ? sin : cos;
+  T s = odd ? cos : sin;
+  Angle<T> angle;
+  angle.cos = ((quarters + 1u) & 2u) != 0u ? -c : c;
+  angle.sin = (quarters & 2u) != 0u ? -s : s;
+  return angle;
+}
+
+// Phase in units of 2^-32 turn. Absolute error below 9e-8: tests/test_rope_math.py.
+// Coefficients: tools/fit_sincos.py.
+ROPE_POOL_FN Angle<float> angle_of(u32 phase) {
+  u32 quarters = (phase + 0x20000000u) >> 30;
+  float x = (float)(i32)(phase - (quarters << 30)) * 9.31322574615478515625e-10f;  // in quarter turns
+  float x2 = x * x;
+  // sin(pi/2 x), its leading coefficient in two parts
+  float s = fma(x2, -4.5923316e-3f, 7.9675920e-2f);
+  s = fma(x2, s, -6.4596295e-1f);
+  s = fma(x2, s, -6.5306621e-8f);
+  s = fma(x, 1.57079637f, x * s);
+  // cos(pi/2 x)
+  float c = fma(x2, 9.0406055e-4f, -2.0860309e-2f);
+  c = fma(x2, c, 2.5366926e-1f);
+  c = fma(x2, c, -1.2337005f);
+  c = fma(x2, c, 1.0f);
+  return turn_quarters(quarters, c, s);
+}
+
+#if !defined(__METAL_VERSION__)
+// Phase in units of 2^-64 turn. Taylor series, to below a unit in double's last place.
+ROPE_POOL_FN Angle<double> angle_of(u64 phase) {
+  u32 quarters = (u32)((phase + (u64{1} << 61)) >> 62);
+  double x = (double)(i64)(phase - ((u64)quarters << 62)) * 2.168404344971008868e-19;  // 2^-62
+  double x2 = x * x;
+  double s = fma(x2, 6.06693573110619567e-12, -6.68803510981146723e-10);
+  s = fma(x2, s, 5.69217292196792681e-8);
+  s = fma(x2, s, -3.59884323521208534e-6);
+  s = fma(x2, s, 1.60441184787359822e-4);
+  s = fma(x2, s, -4.6817541353186881e-3);
+  s = fma(x2, s, 7.96926262461670451e-2);
+  s = fma(x2, s, -6.45964097506246254e-1);
+  s = fma(x2, s, 6.12323399573676589e-17);
+  s = fma(x, 1.5707963267948966, x * s);
+  double c = fma(x2, -5.29440020073462376e-13, 6.56596311497947236e-11);
+  c = fma(x2, c, -6.38660308379185224e-9);
+  c = fma(x2, c, 4.7108747788181715e-7);
+  c = fma(x2, c, -2.52020423730606055e-5);
+  c = fma(x2, c, 9.1926027483942658e-4);
+  c = fma(x2, c, -2.08634807633529609e-2);
+  c = fma(x2, c, 2.53669507901048014e-1);
+  c = fma(x2, c, -1.23370055013616983);
+  c = fma(x2, c, 1.0);
+  return turn_quarters(quarters & 3u, c, s);
+}
+#endif
+
+// ---- Element types: how a tensor's bits become the type computed in, and back. One rounding, to
+// nearest even. Half types are converted with integers, so that no flush-to-zero mode touches them.
+
+struct Float32 {
+  typedef float storage;
+  typedef float compute;
+  static ROPE_POOL_FN float load(float x) { return x; }
+  static ROPE_POOL_FN float store(float x) { return x; }
+};
+
+struct BFloat16 {
+  typedef u16 storage;
+  typedef float compute;
+  static ROPE_POOL_FN float load(u16 x) { return float_of((u32)x << 16); }
+  static ROPE_POOL_FN u16 store(float x) {
+    u32 bits = bits_of(x);
+    u32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    u32 quiet_nan = bits | 0x400000u;
+    return (u16)(((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded) >> 16);
+  }
+};
+
+struct Float16 {
+  typedef u16 storage;
+  typedef float compute;
+  static ROPE_POOL_FN float load(u16 x) {
+    u32 sign = ((u32)x & 0x8000u) << 16;
+    u32 magnitude = (u32)x & 0x7fffu;
+    u32 normal = (magnitude << 13) + 0x38000000u;
+    u32 inf_or_nan = (magnitude << 13) | 0x7f800000u;
+    u32 subnormal = bits_of((float)(i32)magnitude * 5.9604644775390625e-8f);  // 2^-24
+    u32 bits = magnitude < 0x400u ? subnormal : (magnitude < 0x7c00u ? normal : inf_or_nan);
+    return float_of(bits | sign);
+  }
+  static ROPE_POOL_FN u16 store(float x) {
+    u32 sign = (bits_of(x) >> 16) & 0x8000u;
+    u32 magnitude = bits_of(x) & 0x7fffffffu;
+    u32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    // The last place of 0.5f is 2^-24, float16's smallest step: the addition rounds to it.
+    u32 subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+    u32 bits = magnitude < 0x38800000u ? subnormal : normal;
+    bits = magnitude >= 0x477ff000u ? 0x7c00u : bits;  // 65520 and above round to infinity
+    bits = magnitude > 0x7f800000u ? 0x7e00u : bits;   // NaN
+    return (u16)(bits | sign);
+  }
+};
+
+#if !defined(__METAL_VERSION__)
+struct Float64 {
+  typedef double storage;
+  typedef double compute;
+  static ROPE_POOL_FN double load(double x) { return x; }
+  static ROPE_POOL_FN double store(double x) { return x; }
+};
+#endif
+
+// ---- Rotation of one pair: (x1 cos - x2 sin, x2 cos + x1 sin).
+
+template <class Element>
+struct Pair {
+  typename Element::storage first;
+  typename Element::storage second;
+};
+
+template <class Element>
+ROPE_POOL_FN Pair<Element> rotate(typename Element::storage first, typename Element::storage second,
+                                  typename Element::compute cos, typename Element::compute sin) {
+  typename Element::compute x1 = Element::load(first);
+  typename Element::compute x2 = Element::load(second);
+  Pair<Element> rotated;
+  rotated.first = Element::store(fma(x1, cos, -(x2 * sin)));
+  rotated.second = Element::store(fma(x2, cos, x1 * sin));
+  return rotated;
+}
+
+}  // namespace rope_pool
