@@ -154,9 +154,7 @@ def _check_shapes(c: Call) -> None:
 
 def _check_dtypes(c: Call) -> None:
     if not c.q.dtype == c.k.dtype == c.v.dtype:
-        raise ValueError(
-            f"q/k/v dtypes must match, got q {_dtype(c.q)}, k {_dtype(c.k)}, v {_dtype(c.v)}"
-        )
+        raise ValueError(f"q/k/v dtypes must match, got q {_dtype(c.q)}, k {_dtype(c.k)}, v {_dtype(c.v)}")
     if not c.q.dtype == c.k_pool.dtype == c.v_pool.dtype:
         raise ValueError(
             f"pool dtypes must match q/k/v dtype, got k_pool {_dtype(c.k_pool)}, "
@@ -196,16 +194,16 @@ class _View:
     @staticmethod
     def of(t: Tensor) -> _View | None:
         storage = t.untyped_storage()
-        numbers = (*t.shape, *t.stride(), t.storage_offset(), storage.nbytes())
-        if not all(type(number) is int for number in numbers):
+        offset, storage_bytes = t.storage_offset(), storage.nbytes()
+        if not all(type(number) is int for number in (*t.shape, *t.stride(), offset, storage_bytes)):
             return None
         return _View(
-            storage._cdata,
-            storage.nbytes(),
-            t.storage_offset() * t.itemsize,
-            t.itemsize,
-            tuple(t.shape),
-            t.stride(),
+            storage=storage._cdata,
+            storage_bytes=int(storage_bytes),
+            offset=int(offset) * t.itemsize,
+            itemsize=t.itemsize,
+            sizes=tuple(t.shape),
+            strides=t.stride(),
         )
 
     @property
@@ -228,7 +226,9 @@ class _View:
 def _check_memory(c: Call) -> None:
     for name, t in c.tensors(*ALL_TENSORS):
         if t.device != c.q.device:
-            raise ValueError(f"all tensors must be on one device, got q on {c.q.device}, {name} on {t.device}")
+            raise ValueError(
+                f"all tensors must be on one device, got q on {c.q.device}, {name} on {t.device}"
+            )
     for name, t in c.tensors(*ALL_TENSORS):
         view = _View.of(t)
         if view is not None and view.needed_bytes > view.storage_bytes:
@@ -303,7 +303,7 @@ _LIB = torch.library.Library("ropepool", "IMPL")
 
 
 @torch.library.register_fake("ropepool::_rope_pool_fused", lib=_LIB)
-def _rope_pool_fused_fake(*args: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def _rope_pool_fused_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     call = Call(*args, **kwargs)
     require_no_grad(call)
     check_contract(call, in_place=False)
@@ -316,14 +316,14 @@ def _rope_pool_fused_fake(*args: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]
 # the pools, so that functionalization can handle it. Eager calls on a backend run its compiled kernels.
 
 
-def _rope_pool_fused_composite(*args: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _rope_pool_fused_composite(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = Call(*args, **kwargs)
     require_no_grad(call)
     q_rot, k_rot = torch.ops.ropepool._rope_pool_fused(*args, **kwargs)
     return q_rot, k_rot, call.k_pool, call.v_pool
 
 
-def _rope_pool_fused_inplace_composite(*args: Tensor, **kwargs: Any) -> None:
+def _rope_pool_fused_inplace_composite(*args: Any, **kwargs: Any) -> None:
     call = Call(*args, **kwargs)
     require_no_grad(call)
     check_contract(call, in_place=True)

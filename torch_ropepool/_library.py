@@ -12,7 +12,10 @@ import torch
 from ._version import __version__
 
 OLDEST_TORCH = (2, 10)
-REBUILD = "build it for this machine and torch: pip install --no-build-isolation --force-reinstall --no-deps torch_ropepool"
+REBUILD = (
+    "build it for this machine and torch: "
+    "pip install --no-build-isolation --force-reinstall --no-deps torch_ropepool"
+)
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 
 
@@ -25,7 +28,9 @@ def load() -> ctypes.CDLL:
     """Loads the library, which registers the ops. Raises ImportError with what to do."""
     match = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if match and (int(match[1]), int(match[2])) < OLDEST_TORCH:
-        raise ImportError(f"torch_ropepool needs torch >= 2.10, found {torch.__version__}: pip install 'torch>=2.10'")
+        raise ImportError(
+            f"torch_ropepool needs torch >= 2.10, found {torch.__version__}: pip install 'torch>=2.10'"
+        )
     path = library_path()
     if not path.exists():
         raise ImportError(f"torch_ropepool's compiled library is missing ({path}): {REBUILD}")

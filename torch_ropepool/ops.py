@@ -49,7 +49,7 @@ def rope_pool_fused(
 
     Nothing has been written when an error is raised.
     """
-    return torch.ops.ropepool.rope_pool_fused(
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.ropepool.rope_pool_fused(
         q,
         k,
         v,
@@ -62,6 +62,7 @@ def rope_pool_fused(
         num_kv_heads=num_kv_heads,
         rope_base=rope_base,
     )
+    return result
 
 
 def rope_pool_fused_(

@@ -25,6 +25,7 @@ ROPE_POOL_EXPORT int rope_pool_overlap(std::uint64_t a_address, std::int64_t a_i
 
 // The same for one view with itself.
 ROPE_POOL_EXPORT int rope_pool_self_overlap(std::int64_t itemsize, std::int64_t ndim,
-                                            const std::int64_t* sizes, const std::int64_t* strides) {
+                                            const std::int64_t* sizes,
+                                            const std::int64_t* strides) {
   return static_cast<int>(rope_pool::self_overlap({0, itemsize, ndim, sizes, strides}));
 }

@@ -48,12 +48,14 @@ class Message {
 
 // A [num_tokens, heads, head_dim] tensor given as [num_tokens, heads * head_dim], or with a batch
 // dimension in front: the two ways in which callers hold it elsewhere.
-void add_rank_hint(Message& message, const TensorView& t, std::int64_t heads, std::int64_t head_dim) {
+void add_rank_hint(Message& message, const TensorView& t, std::int64_t heads,
+                   std::int64_t head_dim) {
   if (t.ndim == 2 && t.sizes[1] == heads * head_dim) {
     message << "\nhint: the heads of " << t.name << " are packed; pass " << t.name << ".view("
             << t.sizes[0] << ", " << heads << ", " << head_dim << ")";
   } else if (t.ndim == 4 && t.sizes[2] == heads && t.sizes[3] == head_dim) {
-    message << "\nhint: " << t.name << " has a batch dimension; pass " << t.name << ".flatten(0, 1)";
+    message << "\nhint: " << t.name << " has a batch dimension; pass " << t.name
+            << ".flatten(0, 1)";
   }
 }
 
@@ -67,7 +69,8 @@ void check_ranks(const RopePoolArgs& a) {
   }
   for (const TensorView* t : {&a.positions, &a.slots}) {
     if (t->ndim == 1) continue;
-    fail(Message() << "rope_pool_fused expects positions/slots to be 1-D, got " << t->name << " " << *t);
+    fail(Message() << "rope_pool_fused expects positions/slots to be 1-D, got " << t->name << " "
+                   << *t);
   }
   for (const TensorView* t : {&a.k_pool, &a.v_pool}) {
     if (t->ndim == 3) continue;
@@ -92,7 +95,8 @@ void check_shapes(const RopePoolArgs& a) {
     }
     fail(message);
   }
-  if (a.k.sizes[0] != a.num_tokens() || a.k.sizes[1] != a.num_kv_heads || a.k.sizes[2] != a.head_dim) {
+  if (a.k.sizes[0] != a.num_tokens() || a.k.sizes[1] != a.num_kv_heads ||
+      a.k.sizes[2] != a.head_dim) {
     fail(Message() << "k shape must be [num_tokens, num_kv_heads, head_dim], got " << a.k
                    << " with num_tokens " << a.num_tokens() << ", num_kv_heads " << a.num_kv_heads
                    << ", head_dim " << a.head_dim);
@@ -110,7 +114,8 @@ void check_shapes(const RopePoolArgs& a) {
                    << a.num_kv_heads << ", head_dim " << a.head_dim);
   }
   if (!same_shape(a.v_pool, a.k_pool)) {
-    fail(Message() << "v_pool shape must match k_pool shape, got " << a.v_pool << " vs " << a.k_pool);
+    fail(Message() << "v_pool shape must match k_pool shape, got " << a.v_pool << " vs "
+                   << a.k_pool);
   }
 }
 
@@ -132,7 +137,8 @@ void check_dtypes(const RopePoolArgs& a, bool allows_float64) {
   }
   for (const TensorView* t : {&a.positions, &a.slots}) {
     if (t->dtype == DType::kInt32 || t->dtype == DType::kInt64) continue;
-    fail(Message() << "positions/slots must be int32 or int64, got " << t->name << " " << dtype_name(*t));
+    fail(Message() << "positions/slots must be int32 or int64, got " << t->name << " "
+                   << dtype_name(*t));
   }
 }
 
@@ -140,8 +146,10 @@ void check_scalars(const RopePoolArgs& a) {
   if (a.head_dim % 2 != 0 || a.head_dim < 2) {
     fail(Message() << "head_dim must be even and at least 2, got " << a.head_dim);
   }
-  if (a.num_qo_heads < 1) fail(Message() << "num_qo_heads must be at least 1, got " << a.num_qo_heads);
-  if (a.num_kv_heads < 1) fail(Message() << "num_kv_heads must be at least 1, got " << a.num_kv_heads);
+  if (a.num_qo_heads < 1)
+    fail(Message() << "num_qo_heads must be at least 1, got " << a.num_qo_heads);
+  if (a.num_kv_heads < 1)
+    fail(Message() << "num_kv_heads must be at least 1, got " << a.num_kv_heads);
   if (!std::isfinite(a.rope_base) || a.rope_base <= 0) {
     fail(Message() << "rope_base must be finite and positive, got " << a.rope_base);
   }
@@ -196,7 +204,8 @@ void check_overlaps(const RopePoolArgs& a, bool in_place) {
   check_no_self_overlap(a.v_pool);
   check_no_overlap(a.k_pool, a.v_pool);
   for (const TensorView* pool : {&a.k_pool, &a.v_pool}) {
-    for (const TensorView* t : {&a.q, &a.k, &a.v, &a.positions, &a.slots}) check_no_overlap(*pool, *t);
+    for (const TensorView* t : {&a.q, &a.k, &a.v, &a.positions, &a.slots})
+      check_no_overlap(*pool, *t);
   }
   if (!in_place) return;
   check_no_self_overlap(a.q);

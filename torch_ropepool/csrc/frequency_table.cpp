@@ -227,8 +227,9 @@ std::shared_ptr<const FrequencyTable> frequency_table(double rope_base, std::siz
   auto found = entries.begin();
   while (found != entries.end() && !found->is(rope_base, dim)) ++found;
   if (found == entries.end()) {
-    entries.push_front({rope_base, dim,
-                        std::make_shared<const FrequencyTable>(make_frequency_table(rope_base, dim))});
+    entries.push_front(
+        {rope_base, dim,
+         std::make_shared<const FrequencyTable>(make_frequency_table(rope_base, dim))});
     if (entries.size() > kMaxEntries) entries.pop_back();
   } else {
     entries.splice(entries.begin(), entries, found);

@@ -65,8 +65,7 @@ class BoundedSum {
     if (i < 0 || target > max_sum_[i] || target % gcd_[i] != 0) return Overlap::kNo;
     const Term& term = terms_[i];
     const std::uint64_t rest = i > 0 ? max_sum_[i - 1] : 0;
-    const std::uint64_t first =
-        target > rest ? (target - rest + term.stride - 1) / term.stride : 0;
+    const std::uint64_t first = target > rest ? (target - rest + term.stride - 1) / term.stride : 0;
     const std::uint64_t last = std::min(term.last, target / term.stride);
     for (std::uint64_t n = first; n <= last; ++n) {
       if (++steps_ > kMaxSteps) return Overlap::kUndecided;
@@ -84,7 +83,8 @@ class BoundedSum {
 };
 
 Term term_of(const View& view, std::int64_t d) {
-  return {static_cast<std::uint64_t>(view.strides[d]), static_cast<std::uint64_t>(view.sizes[d] - 1)};
+  return {static_cast<std::uint64_t>(view.strides[d]),
+          static_cast<std::uint64_t>(view.sizes[d] - 1)};
 }
 
 }  // namespace
@@ -104,8 +104,8 @@ Overlap overlap(const View& a, const View& b) {
   if (a_extent == 0 || b_extent == 0) return Overlap::kNo;
   if (a.address + a_extent <= b.address || b.address + b_extent <= a.address) return Overlap::kNo;
 
-  // A byte of a is a.address + sum of steps; one of b, counted from its end, b.address + b_extent - 1
-  // minus a sum of steps. They are the same byte when both sums together make up the difference.
+  // A byte of a is a.address + sum of steps; one of b, counted from its end, b.address + b_extent -
+  // 1 minus a sum of steps. They are the same byte when both sums together make up the difference.
   BoundedSum sum;
   for (const View* view : {&a, &b}) {
     const auto itemsize = static_cast<std::uint64_t>(view->itemsize);

@@ -51,8 +51,8 @@ ROPE_POOL_FN float fma(float a, float b, float c) { return std::fma(a, b, c); }
 ROPE_POOL_FN double fma(double a, double b, double c) { return std::fma(a, b, c); }
 #endif
 
-// ---- Phase: position * frequency as a fraction of a turn. The integer product wraps around at whole
-// turns, which is the exact range reduction.
+// ---- Phase: position * frequency as a fraction of a turn. The integer product wraps around at
+// whole turns, which is the exact range reduction.
 
 // Turns per position of one pair: (high * 2^32 + low + tail * 2^-32) * 2^-64.
 struct Frequency {
@@ -79,7 +79,8 @@ ROPE_POOL_FN u64 phase64(i64 position, Frequency f) {
   return (u64)position * nearest + (u64)tail;
 }
 
-// ---- Sine and cosine of a phase: an eighth of a turn either way by polynomial, then whole quarters.
+// ---- Sine and cosine of a phase: an eighth of a turn either way by polynomial, then whole
+// quarters.
 
 template <class T>
 struct Angle {
@@ -102,7 +103,8 @@ ROPE_POOL_FN Angle<T> turn_quarters(u32 quarters, T cos, T sin) {
 // Coefficients: tools/fit_sincos.py.
 ROPE_POOL_FN Angle<float> angle_of(u32 phase) {
   u32 quarters = (phase + 0x20000000u) >> 30;
-  float x = (float)(i32)(phase - (quarters << 30)) * 9.31322574615478515625e-10f;  // in quarter turns
+  float x =
+      (float)(i32)(phase - (quarters << 30)) * 9.31322574615478515625e-10f;  // in quarter turns
   float x2 = x * x;
   // sin(pi/2 x), its leading coefficient in two parts
   float s = fma(x2, -4.5923316e-3f, 7.9675920e-2f);

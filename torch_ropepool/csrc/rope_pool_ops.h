@@ -1,8 +1,9 @@
 // The three ops over one backend: checks, outputs, launch. A backend is a type with
 //   static constexpr bool allows_float64;
 //   static void launch(const RopePoolArgs& args,   // checked, at least one token
-//                      const TensorView& q_rot,    // [num_tokens, num_qo_heads, head_dim], may be q
-//                      const TensorView& k_rot);   // [num_tokens, num_kv_heads, head_dim], may be k
+//                      const TensorView& q_rot,    // [num_tokens, num_qo_heads, head_dim], may be
+//                      q const TensorView& k_rot);   // [num_tokens, num_kv_heads, head_dim], may
+//                      be k
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -33,7 +34,8 @@ struct RopePoolOps {
                                       num_qo_heads, num_kv_heads, rope_base, /*in_place=*/false);
     Tensor q_rot = empty_like(args.q);
     Tensor k_rot = empty_like(args.k);
-    if (args.num_tokens() > 0) Backend::launch(args, view_of(q_rot, "q_rot"), view_of(k_rot, "k_rot"));
+    if (args.num_tokens() > 0)
+      Backend::launch(args, view_of(q_rot, "q_rot"), view_of(k_rot, "k_rot"));
     return {q_rot, k_rot};
   }
 

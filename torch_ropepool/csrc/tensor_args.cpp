@@ -38,8 +38,8 @@ StableIValue call_unary(const char* name, const Tensor& tensor) {
   return stack[0];
 }
 
-// The C shim cannot ask this directly. In grad mode, a tensor requires grad exactly when an alias of
-// it is no leaf of the autograd graph.
+// The C shim cannot ask this directly. In grad mode, a tensor requires grad exactly when an alias
+// of it is no leaf of the autograd graph.
 bool requires_grad(const Tensor& tensor) {
   const auto alias = torch::stable::detail::to<Tensor>(call_unary("aten::alias", tensor));
   return !torch::stable::detail::to<bool>(call_unary("aten::is_leaf", alias));
@@ -70,7 +70,8 @@ TensorView view_of(const Tensor& tensor, const char* name) {
 }
 
 Tensor empty_like(const TensorView& tensor) {
-  const std::array<std::int64_t, 3> strides = {tensor.sizes[1] * tensor.sizes[2], tensor.sizes[2], 1};
+  const std::array<std::int64_t, 3> strides = {tensor.sizes[1] * tensor.sizes[2], tensor.sizes[2],
+                                               1};
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(tensor.ndim, tensor.sizes, strides.data(),
                                                   tensor.scalar_type, tensor.device_type,
@@ -83,23 +84,59 @@ void require_no_grad(const Tensor* const* tensors, const char* const* names, int
   for (int i = 0; i < count; ++i) {
     if (!requires_grad(*tensors[i])) continue;
     throw std::runtime_error(std::string("rope_pool_fused has no backward, but ") + names[i] +
-                             " requires grad: call it under torch.no_grad(), or detach " + names[i]);
+                             " requires grad: call it under torch.no_grad(), or detach " +
+                             names[i]);
   }
 }
 
 std::string dtype_name(const TensorView& tensor) {
   // torch's ScalarType numbers, which are part of its stable ABI, by their Python names.
-  static constexpr const char* kNames[] = {
-      "uint8",         "int8",           "int16",           "int32",         "int64",
-      "float16",       "float32",        "float64",         "complex32",     "complex64",
-      "complex128",    "bool",           "qint8",           "quint8",        "qint32",
-      "bfloat16",      "quint4x2",       "quint2x4",        "bits1x8",       "bits2x4",
-      "bits4x2",       "bits8",          "bits16",          "float8_e5m2",   "float8_e4m3fn",
-      "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16",       "uint32",        "uint64",
-      "uint1",         "uint2",          "uint3",           "uint4",         "uint5",
-      "uint6",         "uint7",          "int1",            "int2",          "int3",
-      "int4",          "int5",           "int6",            "int7",          "float8_e8m0fnu",
-      "float4_e2m1fn_x2"};
+  static constexpr const char* kNames[] = {"uint8",
+                                           "int8",
+                                           "int16",
+                                           "int32",
+                                           "int64",
+                                           "float16",
+                                           "float32",
+                                           "float64",
+                                           "complex32",
+                                           "complex64",
+                                           "complex128",
+                                           "bool",
+                                           "qint8",
+                                           "quint8",
+                                           "qint32",
+                                           "bfloat16",
+                                           "quint4x2",
+                                           "quint2x4",
+                                           "bits1x8",
+                                           "bits2x4",
+                                           "bits4x2",
+                                           "bits8",
+                                           "bits16",
+                                           "float8_e5m2",
+                                           "float8_e4m3fn",
+                                           "float8_e5m2fnuz",
+                                           "float8_e4m3fnuz",
+                                           "uint16",
+                                           "uint32",
+                                           "uint64",
+                                           "uint1",
+                                           "uint2",
+                                           "uint3",
+                                           "uint4",
+                                           "uint5",
+                                           "uint6",
+                                           "uint7",
+                                           "int1",
+                                           "int2",
+                                           "int3",
+                                           "int4",
+                                           "int5",
+                                           "int6",
+                                           "int7",
+                                           "float8_e8m0fnu",
+                                           "float4_e2m1fn_x2"};
   constexpr std::int32_t kCount = sizeof kNames / sizeof kNames[0];
   const std::int32_t number = tensor.scalar_type;
   return number >= 0 && number < kCount ? kNames[number] : "dtype number " + std::to_string(number);

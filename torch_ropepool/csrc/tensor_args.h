@@ -13,6 +13,7 @@ TensorView view_of(const torch::stable::Tensor& tensor, const char* name);
 torch::stable::Tensor empty_like(const TensorView& tensor);
 
 // With grad mode on, throws std::runtime_error for the first of the tensors that requires grad.
-void require_no_grad(const torch::stable::Tensor* const* tensors, const char* const* names, int count);
+void require_no_grad(const torch::stable::Tensor* const* tensors, const char* const* names,
+                     int count);
 
 }  // namespace rope_pool

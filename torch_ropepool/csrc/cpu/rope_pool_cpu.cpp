@@ -16,8 +16,8 @@ IndexArray index_array(const TensorView& t) {
 
 RowStrides row_strides(const TensorView& t) { return {t.strides[0], t.strides[1], t.strides[2]}; }
 
-// Throws before anything is written. Returns whether the slots that are stored to increase strictly,
-// so that no two are the same.
+// Throws before anything is written. Returns whether the slots that are stored to increase
+// strictly, so that no two are the same.
 bool check_slots(const IndexArray& slots, i64 num_tokens, i64 pool_size) {
   bool increasing = true;
   i64 previous = -1;
@@ -68,17 +68,10 @@ struct Cpu {
 
   static void launch(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
     CpuLaunch launch{};
-    launch.params = {args.num_tokens(),
-                     args.num_qo_heads,
-                     args.num_kv_heads,
-                     args.head_dim,
-                     row_strides(args.q),
-                     row_strides(args.k),
-                     row_strides(args.v),
-                     row_strides(q_rot),
-                     row_strides(k_rot),
-                     row_strides(args.k_pool),
-                     row_strides(args.v_pool)};
+    launch.params = {
+        args.num_tokens(),   args.num_qo_heads,        args.num_kv_heads,       args.head_dim,
+        row_strides(args.q), row_strides(args.k),      row_strides(args.v),     row_strides(q_rot),
+        row_strides(k_rot),  row_strides(args.k_pool), row_strides(args.v_pool)};
     launch.q = args.q.data;
     launch.k = args.k.data;
     launch.v = args.v.data;
@@ -113,4 +106,6 @@ struct Cpu {
 }  // namespace
 }  // namespace rope_pool
 
-STABLE_TORCH_LIBRARY_IMPL(ropepool, CPU, m) { rope_pool::RopePoolOps<rope_pool::Cpu>::register_kernels(m); }
+STABLE_TORCH_LIBRARY_IMPL(ropepool, CPU, m) {
+  rope_pool::RopePoolOps<rope_pool::Cpu>::register_kernels(m);
+}

@@ -68,8 +68,8 @@ const Isa& choose_isa() {
     if (any || std::strcmp(wanted, isa.name) == 0) return isa;
     names += std::string(names.empty() ? "" : ", ") + isa.name;
   }
-  throw std::runtime_error("TORCH_ROPEPOOL_CPU_ISA must be one of " + names + " on this machine, got " +
-                           wanted);
+  throw std::runtime_error("TORCH_ROPEPOOL_CPU_ISA must be one of " + names +
+                           " on this machine, got " + wanted);
 }
 
 }  // namespace

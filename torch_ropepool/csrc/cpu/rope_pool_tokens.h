@@ -1,5 +1,5 @@
-// The body of the CPU kernel. rope_pool_isa.cpp includes it once per instruction set, each time in a
-// namespace of its own; so no include guard, and no include.
+// The body of the CPU kernel. rope_pool_isa.cpp includes it once per instruction set, each time in
+// a namespace of its own; so no include guard, and no include.
 
 // cos and sin of a token's angles, for pairs [first, first + count).
 template <class Compute>
@@ -9,8 +9,8 @@ struct AngleTile {
   Compute sin[kPairs];
 };
 
-inline void fill_angles(AngleTile<float>& tile, i64 position, const FrequencyTable& table, i64 first,
-                        i64 count) {
+inline void fill_angles(AngleTile<float>& tile, i64 position, const FrequencyTable& table,
+                        i64 first, i64 count) {
   const u32* high = table.high.data() + first;
   const u32* low = table.low.data() + first;
   const i32* tail = table.tail.data() + first;
@@ -31,10 +31,11 @@ inline void fill_angles(AngleTile<float>& tile, i64 position, const FrequencyTab
   }
 }
 
-inline void fill_angles(AngleTile<double>& tile, i64 position, const FrequencyTable& table, i64 first,
-                        i64 count) {
+inline void fill_angles(AngleTile<double>& tile, i64 position, const FrequencyTable& table,
+                        i64 first, i64 count) {
   for (i64 i = 0; i < count; ++i) {
-    const Frequency frequency = {table.high[first + i], table.low[first + i], table.tail[first + i]};
+    const Frequency frequency = {table.high[first + i], table.low[first + i],
+                                 table.tail[first + i]};
     const Angle<double> angle = angle_of(phase64(position, frequency));
     tile.cos[i] = angle.cos;
     tile.sin[i] = angle.sin;
@@ -83,8 +84,10 @@ void rope_pool_tokens(const CpuLaunch& launch, i64 begin, i64 end) {
   const auto rotate_heads = [&](const void* in, const RowStrides& in_strides, void* out,
                                 const RowStrides& out_strides, i64 num_heads, i64 token, i64 first,
                                 i64 count) {
-    const Storage* from = static_cast<const Storage*>(in) + token * in_strides.token + first * in_strides.feature;
-    Storage* to = static_cast<Storage*>(out) + token * out_strides.token + first * out_strides.feature;
+    const Storage* from =
+        static_cast<const Storage*>(in) + token * in_strides.token + first * in_strides.feature;
+    Storage* to =
+        static_cast<Storage*>(out) + token * out_strides.token + first * out_strides.feature;
     for (i64 head = 0; head < num_heads; ++head) {
       rotate_row<Element>(from + head * in_strides.head, in_strides.feature,
                           to + head * out_strides.head, out_strides.feature, half, count, tile.cos,

