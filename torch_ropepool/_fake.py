@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +26,28 @@ class Call:
     q: Tensor  # [num_tokens, num_qo_heads, head_dim]
     k: Tensor  # [num_tokens, num_kv_heads, head_dim]
     v: Tensor  # [num_tokens, num_kv_heads, head_dim]
-    positions: Tensor  # [num_tokens]
+    positions: Tensor  # [num_tokens]; [3, num_tokens] with mrope_section
     slots: Tensor  # [num_tokens]
-    k_pool: Tensor  # [pool_size, num_kv_heads, head_dim]
-    v_pool: Tensor  # [pool_size, num_kv_heads, head_dim]
+    k_pool: Tensor  # [pool_size, num_kv_heads, head_dim]; [num_pages, page_size, ...] with page_size
+    v_pool: Tensor  # as k_pool
     head_dim: int
     num_qo_heads: int
     num_kv_heads: int
-    rope_base: float
+    rope_base: float | None = None
+    inv_freq: Tensor | None = None  # [rotary_dim / 2]
+    attention_scaling: float = 1.0
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    page_size: int | None = None
+    mrope_section: Sequence[int] | None = None
+    mrope_interleaved: bool = False
 
     def tensors(self, *names: str) -> Iterator[tuple[str, Tensor]]:
         return ((name, getattr(self, name)) for name in names)
+
+    @property
+    def turned_dim(self) -> int:
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
 ALL_TENSORS = ("q", "k", "v", "positions", "slots", "k_pool", "v_pool")
@@ -46,8 +57,8 @@ def require_no_grad(call: Call) -> None:
     """Raises RuntimeError where autograd would have to record: the op has no backward."""
     if not torch.is_grad_enabled():
         return
-    for name, tensor in call.tensors("q", "k", "v", "k_pool", "v_pool"):
-        if tensor.requires_grad:
+    for name, tensor in call.tensors("q", "k", "v", "k_pool", "v_pool", "inv_freq"):
+        if tensor is not None and tensor.requires_grad:
             raise RuntimeError(
                 f"rope_pool_fused has no backward, but {name} requires grad: "
                 f"call it under torch.no_grad(), or detach {name}"
@@ -62,6 +73,12 @@ def check_contract(call: Call, *, in_place: bool) -> None:
     _check_scalars(call)
     _check_memory(call)
     _check_overlaps(call, in_place)
+    _check_inv_freq(call, in_place)
+    if not abs(call.attention_scaling) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"attention_scaling must be finite in float32, got {call.attention_scaling:g}")
+    _check_rotary_dim(call)
+    _check_page_size(call)
+    _check_mrope(call)
 
 
 def _require(condition: Any, text: str, hint: Callable[[], str] = str) -> None:
@@ -87,13 +104,19 @@ def _check_ranks(c: Call) -> None:
         if t.dim() != 3:
             hint = _rank_hint(name, t, heads, c.head_dim)
             raise ValueError(f"rope_pool_fused expects q/k/v to be 3-D, got {name} {_shape(t)}{hint}")
+    if c.mrope_section is not None:
+        text = f"positions must be [3, num_tokens], got {_shape(c.positions)}"
+        _require(c.positions.dim() == 2, text)
+        _require(c.positions.shape[0] == 3, text)
     for name, t in c.tensors("positions", "slots"):
-        if t.dim() != 1:
+        if t.dim() != 1 and not (name == "positions" and c.mrope_section is not None):
             raise ValueError(f"rope_pool_fused expects positions/slots to be 1-D, got {name} {_shape(t)}")
     for name, t in c.tensors("k_pool", "v_pool"):
-        if t.dim() != 3:
-            hint = _rank_hint(name, t, c.num_kv_heads, c.head_dim)
-            raise ValueError(f"rope_pool_fused expects pool tensors to be 3-D, got {name} {_shape(t)}{hint}")
+        rank = 3 if c.page_size is None else 4
+        if t.dim() != rank:
+            hint = _pool_rank_hint(name, t, c.num_kv_heads, c.head_dim) if rank == 3 else ""
+            text = f"rope_pool_fused expects pool tensors to be {rank}-D, got {name} {_shape(t)}"
+            raise ValueError(text + hint)
 
 
 def _rank_hint(name: str, t: Tensor, heads: int, head_dim: int) -> str:
@@ -102,6 +125,12 @@ def _rank_hint(name: str, t: Tensor, heads: int, head_dim: int) -> str:
     if t.dim() == 4 and _equal_ints((t.shape[2], heads), (t.shape[3], head_dim)):
         return f"\nhint: {name} has a batch dimension; pass {name}.flatten(0, 1)"
     return ""
+
+
+def _pool_rank_hint(name: str, t: Tensor, heads: int, head_dim: int) -> str:
+    if t.dim() == 4 and _equal_ints((t.shape[2], heads), (t.shape[3], head_dim)):
+        return f"\nhint: for a paged pool, pass page_size={t.shape[1]}"
+    return _rank_hint(name, t, heads, head_dim)
 
 
 def _check_shapes(c: Call) -> None:
@@ -135,17 +164,18 @@ def _check_shapes(c: Call) -> None:
         f"positions/slots must have one entry per token, got positions {_shape(c.positions)}, "
         f"slots {_shape(c.slots)} for {num_tokens} tokens"
     )
-    _require(c.positions.shape[0] == num_tokens, text)
+    _require(c.positions.shape[-1] == num_tokens, text)
     _require(c.slots.shape[0] == num_tokens, text)
 
+    leading = "pool_size" if c.page_size is None else "num_pages, page_size"
     text = (
-        f"k_pool has incompatible shape {_shape(c.k_pool)}: must be [pool_size, num_kv_heads, head_dim] "
+        f"k_pool has incompatible shape {_shape(c.k_pool)}: must be [{leading}, num_kv_heads, head_dim] "
         f"with num_kv_heads {c.num_kv_heads}, head_dim {c.head_dim}"
     )
-    _require(c.k_pool.shape[1] == c.num_kv_heads, text)
-    _require(c.k_pool.shape[2] == c.head_dim, text)
+    _require(c.k_pool.shape[-2] == c.num_kv_heads, text)
+    _require(c.k_pool.shape[-1] == c.head_dim, text)
 
-    for d in range(3):
+    for d in range(c.k_pool.dim()):
         _require(
             c.v_pool.shape[d] == c.k_pool.shape[d],
             f"v_pool shape must match k_pool shape, got {_shape(c.v_pool)} vs {_shape(c.k_pool)}",
@@ -171,12 +201,13 @@ def _check_dtypes(c: Call) -> None:
 
 
 def _check_scalars(c: Call) -> None:
-    text = f"head_dim must be even and at least 2, got {c.head_dim}"
-    _require(c.head_dim % 2 == 0, text)
-    _require(c.head_dim >= 2, text)
+    if c.rotary_dim is None:
+        text = f"head_dim must be even and at least 2, got {c.head_dim}"
+        _require(c.head_dim % 2 == 0, text)
+        _require(c.head_dim >= 2, text)
     _require(c.num_qo_heads >= 1, f"num_qo_heads must be at least 1, got {c.num_qo_heads}")
     _require(c.num_kv_heads >= 1, f"num_kv_heads must be at least 1, got {c.num_kv_heads}")
-    if not (math.isfinite(c.rope_base) and c.rope_base > 0):
+    if c.rope_base is not None and not (math.isfinite(c.rope_base) and c.rope_base > 0):
         raise ValueError(f"rope_base must be finite and positive, got {c.rope_base:g}")
 
 
@@ -223,52 +254,58 @@ class _View:
         )
 
 
+def _check_device(c: Call, name: str, t: Tensor) -> None:
+    if t.device != c.q.device:
+        raise ValueError(f"all tensors must be on one device, got q on {c.q.device}, {name} on {t.device}")
+
+
+def _check_storage(name: str, t: Tensor) -> None:
+    view = _View.of(t)
+    if view is not None and view.needed_bytes > view.storage_bytes:
+        raise ValueError(
+            f"{name} needs a storage of {view.needed_bytes} bytes, got one of {view.storage_bytes}"
+        )
+
+
 def _check_memory(c: Call) -> None:
     for name, t in c.tensors(*ALL_TENSORS):
-        if t.device != c.q.device:
-            raise ValueError(
-                f"all tensors must be on one device, got q on {c.q.device}, {name} on {t.device}"
-            )
+        _check_device(c, name, t)
     for name, t in c.tensors(*ALL_TENSORS):
-        view = _View.of(t)
-        if view is not None and view.needed_bytes > view.storage_bytes:
-            raise ValueError(
-                f"{name} needs a storage of {view.needed_bytes} bytes, got one of {view.storage_bytes}"
-            )
+        _check_storage(name, t)
 
 
 def _check_overlaps(c: Call, in_place: bool) -> None:
     """A tensor that is written shares no memory with itself or any other."""
-    views = {name: _View.of(t) for name, t in c.tensors(*ALL_TENSORS)}
-
-    def check_self(name: str) -> None:
-        view = views[name]
-        if view is not None:
-            found = LIBRARY.rope_pool_self_overlap(*view.c_geometry())
-            _fail_if_overlap(found, f"{name} must not overlap itself")
-
-    def check_pair(written: str, other: str) -> None:
-        a, b = views[written], views[other]
-        if a is not None and b is not None and a.storage == b.storage:
-            found = LIBRARY.rope_pool_overlap(
-                ctypes.c_uint64(a.offset), *a.c_geometry(), ctypes.c_uint64(b.offset), *b.c_geometry()
-            )
-            _fail_if_overlap(found, f"{written} and {other} must not overlap")
-
-    check_self("k_pool")
-    check_self("v_pool")
-    check_pair("k_pool", "v_pool")
+    _check_no_self_overlap(c, "k_pool")
+    _check_no_self_overlap(c, "v_pool")
+    _check_no_overlap(c, "k_pool", "v_pool")
     for pool in ("k_pool", "v_pool"):
         for other in ("q", "k", "v", "positions", "slots"):
-            check_pair(pool, other)
+            _check_no_overlap(c, pool, other)
     if not in_place:
         return
-    check_self("q")
-    check_self("k")
-    check_pair("q", "k")
+    _check_no_self_overlap(c, "q")
+    _check_no_self_overlap(c, "k")
+    _check_no_overlap(c, "q", "k")
     for written in ("q", "k"):
         for other in ("v", "positions", "slots"):
-            check_pair(written, other)
+            _check_no_overlap(c, written, other)
+
+
+def _check_no_self_overlap(c: Call, name: str) -> None:
+    view = _View.of(getattr(c, name))
+    if view is not None:
+        found = LIBRARY.rope_pool_self_overlap(*view.c_geometry())
+        _fail_if_overlap(found, f"{name} must not overlap itself")
+
+
+def _check_no_overlap(c: Call, written: str, other: str) -> None:
+    a, b = _View.of(getattr(c, written)), _View.of(getattr(c, other))
+    if a is not None and b is not None and a.storage == b.storage:
+        found = LIBRARY.rope_pool_overlap(
+            ctypes.c_uint64(a.offset), *a.c_geometry(), ctypes.c_uint64(b.offset), *b.c_geometry()
+        )
+        _fail_if_overlap(found, f"{written} and {other} must not overlap")
 
 
 def _fail_if_overlap(found: int, text: str) -> None:
@@ -276,6 +313,62 @@ def _fail_if_overlap(found: int, text: str) -> None:
         text += ", which 1000 steps of search could not rule out for these strides"
     if found != 0:
         raise ValueError(text)
+
+
+def _check_inv_freq(c: Call, in_place: bool) -> None:
+    if (c.rope_base is None) == (c.inv_freq is None):
+        given = "neither" if c.rope_base is None else "both"
+        raise ValueError(f"exactly one of rope_base and inv_freq must be given, got {given}")
+    if c.inv_freq is None:
+        return
+    text = f"inv_freq shape must be [rotary_dim / 2], got {_shape(c.inv_freq)} with rotary_dim {c.turned_dim}"
+    _require(c.inv_freq.dim() == 1, text)
+    _require(c.inv_freq.shape[0] == c.turned_dim // 2, text)
+    allows_float64 = c.q.device.type != "mps"
+    if c.inv_freq.dtype != torch.float32 and not (allows_float64 and c.inv_freq.dtype == torch.float64):
+        allowed = "float32 or float64" if allows_float64 else "float32"
+        raise ValueError(f"inv_freq must be {allowed}, got {_dtype(c.inv_freq)}")
+    if c.inv_freq.device.type != "cpu":
+        _check_device(c, "inv_freq", c.inv_freq)
+    _check_storage("inv_freq", c.inv_freq)
+    for written in ("k_pool", "v_pool", *(("q", "k") if in_place else ())):
+        _check_no_overlap(c, written, "inv_freq")
+
+
+def _check_rotary_dim(c: Call) -> None:
+    if c.rotary_dim is None:
+        return
+    text = (
+        f"rotary_dim must be even, at least 2 and at most head_dim, got {c.rotary_dim} "
+        f"with head_dim {c.head_dim}"
+    )
+    _require(c.rotary_dim % 2 == 0, text)
+    _require(c.rotary_dim >= 2, text)
+    _require(c.rotary_dim <= c.head_dim, text)
+
+
+def _check_page_size(c: Call) -> None:
+    if c.page_size is None:
+        return
+    text = (
+        f"page_size must be k_pool.shape[1] and at least 1, got {c.page_size} with k_pool {_shape(c.k_pool)}"
+    )
+    _require(c.page_size >= 1, text)
+    _require(c.page_size == c.k_pool.shape[1], text)
+
+
+def _check_mrope(c: Call) -> None:
+    if c.mrope_section is None:
+        if c.mrope_interleaved:
+            raise ValueError("mrope_interleaved needs mrope_section")
+        return
+    text = (
+        f"mrope_section must be 3 counts that sum up to rotary_dim / 2, got {list(c.mrope_section)} "
+        f"with rotary_dim {c.turned_dim}"
+    )
+    _require(len(c.mrope_section) == 3, text)
+    _require(min(c.mrope_section) >= 0, text)
+    _require(sum(c.mrope_section) == c.turned_dim // 2, text)
 
 
 def _pin_symbolic_offset(name: str, pool: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,63 +14,115 @@ def rope_pool_fused(
     q: Tensor,  # [num_tokens, num_qo_heads, head_dim]
     k: Tensor,  # [num_tokens, num_kv_heads, head_dim]
     v: Tensor,  # [num_tokens, num_kv_heads, head_dim]
-    positions: Tensor,  # [num_tokens]
+    positions: Tensor,  # [num_tokens], or [3, num_tokens] with mrope_section
     slots: Tensor,  # [num_tokens]
-    k_pool: Tensor,  # [pool_size, num_kv_heads, head_dim]
-    v_pool: Tensor,  # [pool_size, num_kv_heads, head_dim]
+    k_pool: Tensor,  # [pool_size, num_kv_heads, head_dim], or [num_pages, page_size, ...] with page_size
+    v_pool: Tensor,  # as k_pool
     *,
     head_dim: int,
     num_qo_heads: int,
     num_kv_heads: int,
-    rope_base: float,
+    rope_base: float | None = None,
+    inv_freq: Tensor | None = None,  # [rotary_dim / 2]
+    attention_scaling: float = 1.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    page_size: int | None = None,
+    mrope_section: Sequence[int] | None = None,
+    mrope_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`torch_ropepool.rope_pool_fused` for valid arguments: same results, same effect on the pools."""
-    cos, sin = cos_sin(positions, head_dim, rope_base)
-    q_rot = rotate(q, cos, sin)
-    k_rot = rotate(k, cos, sin)
+    num_pairs = (head_dim if rotary_dim is None else rotary_dim) // 2
+    turns = turns_of_inv_freq(inv_freq) if inv_freq is not None else turns_of_base(rope_base, num_pairs)
+    if mrope_section is None:
+        pair_positions = positions[:, None]
+    else:
+        pair_positions = positions[mrope_axes(num_pairs, mrope_section, mrope_interleaved)].T
+    cos, sin = cos_sin(pair_positions, turns)
+    cos, sin = attention_scaling * cos, attention_scaling * sin
+
+    q_rot = rotate(q, cos, sin, interleaved)
+    k_rot = rotate(k, cos, sin, interleaved)
     for token, slot in enumerate(slots.tolist()):  # in order: of two tokens with one slot, the later wins
         if slot >= 0:
-            k_pool[slot] = k_rot[token]
-            v_pool[slot] = v[token]
+            row = slot if page_size is None else (slot // page_size, slot % page_size)
+            k_pool[row] = k_rot[token]
+            v_pool[row] = v[token]
     return q_rot, k_rot, k_pool, v_pool
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (x[..., i], x[..., i + head_dim / 2]) of `x` `[num_tokens, heads, head_dim]`.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turns pair i of each head by the angle of `cos[:, i]`, `sin[:, i]`; other features stay.
 
-    `cos`, `sin`: float64 `[num_tokens, head_dim / 2]` on the CPU. Computes in float64 on the CPU.
+    Pair i is (x[i], x[i + num_pairs]), or (x[2 i], x[2 i + 1]) where interleaved.
+    `x`: `[num_tokens, heads, head_dim]`; `cos`, `sin`: float64 `[num_tokens, num_pairs]` on the CPU,
+    where this computes.
     """
-    x1, x2 = x.to("cpu", torch.float64).chunk(2, dim=-1)
+    num_pairs = cos.shape[-1]
+    first = slice(0, 2 * num_pairs, 2) if interleaved else slice(0, num_pairs)
+    second = slice(1, 2 * num_pairs, 2) if interleaved else slice(num_pairs, 2 * num_pairs)
+    x1, x2 = (x[..., part].to("cpu", torch.float64) for part in (first, second))
     cos, sin = cos[:, None, :], sin[:, None, :]  # the same for every head
-    rotated = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
-    return rotated.to(x.device, x.dtype)
+    rotated = x.clone(memory_format=torch.contiguous_format)
+    rotated[..., first] = (x1 * cos - x2 * sin).to(x.device, x.dtype)
+    rotated[..., second] = (x2 * cos + x1 * sin).to(x.device, x.dtype)
+    return rotated
 
 
-def cos_sin(positions: Tensor, head_dim: int, rope_base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of `position * rope_base ** (-2 i / head_dim)`, float64 `[num_tokens, head_dim / 2]`.
+def cos_sin(positions: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each token's angles, float64 `[num_tokens, num_pairs]`.
 
-    The angle is first formed as a fraction of a turn in 64-bit integers. Their product wraps around
-    at whole turns, so it is exact where `position * inv_freq` in floating point would not be.
-    The formula is that of RoFormer (arXiv 2104.09864), section 3.2.2.
+    An angle, position * frequency, is first formed as a fraction of a turn in 64-bit integers. Their
+    product wraps around at whole turns, so it is exact where floating point would not be.
+
+    `positions`: `[num_tokens, 1 or num_pairs]`; `turns`: from one of the two functions below.
     """
-    high, low = frequencies(head_dim, rope_base)
-    position = positions.to("cpu", torch.int64)[:, None]
+    position, (high, low) = positions.to("cpu", torch.int64), turns
     phase = position * high + (position >> 32) * low + ((position & 0xFFFFFFFF) * low >> 32)
     angle = phase.double() * (2 * torch.pi / 2**64)
     return angle.cos(), angle.sin()
 
 
 @lru_cache(maxsize=16)
-def frequencies(head_dim: int, rope_base: float) -> tuple[Tensor, Tensor]:
-    """Turns per position of each pair, int64 `[head_dim / 2]`: in units of 2^-64 and, beyond that, 2^-96."""
+def turns_of_base(rope_base: float, num_pairs: int) -> Tensor:
+    """Turns per position, `rope_base ** (-i / num_pairs) / 2 pi` (RoFormer, arXiv 2104.09864, 3.2.2).
+
+    Int64 `[2, num_pairs]`: in units of 2^-64 turn, and the rest in units of 2^-96. Whole turns dropped.
+    """
     import mpmath  # comes with torch, through sympy
 
-    high, low = [], []
     with mpmath.workprec(1400):
-        for i in range(head_dim // 2):
-            turns = mpmath.mpf(rope_base) ** (mpmath.mpf(-2 * i) / head_dim) / (2 * mpmath.pi)
-            fraction = int(mpmath.nint(turns * 2**96)) % 2**96
-            nearest, rest = divmod(fraction + 2**31, 2**32)
-            high.append((nearest + 2**63) % 2**64 - 2**63)  # as a signed integer, whole turns dropped
-            low.append(rest - 2**31)
-    return torch.tensor(high, dtype=torch.int64), torch.tensor(low, dtype=torch.int64)
+        base = mpmath.mpf(rope_base)
+        return _fixed_point(
+            [base ** (mpmath.mpf(-i) / num_pairs) / (2 * mpmath.pi) for i in range(num_pairs)]
+        )
+
+
+def turns_of_inv_freq(inv_freq: Tensor) -> Tensor:
+    """The same for frequencies in radians per position, `[num_pairs]`."""
+    import mpmath
+
+    with mpmath.workprec(1400):
+        return _fixed_point([mpmath.mpf(f) / (2 * mpmath.pi) for f in inv_freq.tolist()])
+
+
+def _fixed_point(turns: list[Any]) -> Tensor:
+    """Each number of turns to the nearest 2^-64, as a wrapped int64, and the rest in units of 2^-96."""
+    import mpmath
+
+    high, low = [], []
+    for number in turns:
+        nearest, rest = divmod(int(mpmath.floor(number * 2**96)) + 2**31, 2**32)
+        high.append((nearest + 2**63) % 2**64 - 2**63)
+        low.append(rest - 2**31)
+    return torch.tensor([high, low], dtype=torch.int64)
+
+
+def mrope_axes(num_pairs: int, section: Sequence[int], interleaved: bool) -> list[int]:
+    """Which row of positions (temporal, height, width) each pair takes.
+
+    Qwen2-VL (arXiv 2409.12191) gives each axis a run of pairs; Qwen3-VL deals them out in turn.
+    """
+    if not interleaved:
+        return [axis for axis in range(3) for _ in range(section[axis])]
+    return [i % 3 if i < 3 * section[i % 3] else 0 for i in range(num_pairs)]

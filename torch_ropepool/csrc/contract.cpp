@@ -1,5 +1,7 @@
 #include "contract.h"
 
+#include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdio>
 #include <stdexcept>
@@ -28,15 +30,18 @@ class Message {
     text_ += std::isnan(number) ? "nan" : text;
     return *this;
   }
-  // The tensor's shape, as in Python: [4, 8, 64].
-  Message& operator<<(const TensorView& tensor) {
+  // A list or a tensor's shape, as in Python: [4, 8, 64].
+  Message& operator<<(const std::vector<std::int64_t>& numbers) {
     text_ += '[';
-    for (std::int64_t d = 0; d < tensor.ndim; ++d) {
-      if (d > 0) text_ += ", ";
-      text_ += std::to_string(tensor.sizes[d]);
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+      if (i > 0) text_ += ", ";
+      text_ += std::to_string(numbers[i]);
     }
     text_ += ']';
     return *this;
+  }
+  Message& operator<<(const TensorView& tensor) {
+    return *this << std::vector<std::int64_t>(tensor.sizes, tensor.sizes + tensor.ndim);
   }
   const std::string& text() const { return text_; }
 
@@ -59,6 +64,20 @@ void add_rank_hint(Message& message, const TensorView& t, std::int64_t heads,
   }
 }
 
+// A paged pool without page_size is what callers of paged attention pass.
+void add_pool_rank_hint(Message& message, const TensorView& t, std::int64_t heads,
+                        std::int64_t head_dim) {
+  if (t.ndim == 4 && t.sizes[2] == heads && t.sizes[3] == head_dim) {
+    message << "\nhint: for a paged pool, pass page_size=" << t.sizes[1];
+  } else {
+    add_rank_hint(message, t, heads, head_dim);
+  }
+}
+
+[[noreturn]] void fail_mrope_positions(const RopePoolArgs& a) {
+  fail(Message() << "positions must be [3, num_tokens], got " << a.positions);
+}
+
 void check_ranks(const RopePoolArgs& a) {
   for (const TensorView* t : {&a.q, &a.k, &a.v}) {
     if (t->ndim == 3) continue;
@@ -67,22 +86,27 @@ void check_ranks(const RopePoolArgs& a) {
     add_rank_hint(message, *t, t == &a.q ? a.num_qo_heads : a.num_kv_heads, a.head_dim);
     fail(message);
   }
+  if (a.mrope_section && (a.positions.ndim != 2 || a.positions.sizes[0] != 3)) {
+    fail_mrope_positions(a);
+  }
   for (const TensorView* t : {&a.positions, &a.slots}) {
-    if (t->ndim == 1) continue;
+    if (t->ndim == 1 || (a.mrope_section && t == &a.positions)) continue;
     fail(Message() << "rope_pool_fused expects positions/slots to be 1-D, got " << t->name << " "
                    << *t);
   }
+  const std::int64_t pool_rank = a.page_size ? 4 : 3;
   for (const TensorView* t : {&a.k_pool, &a.v_pool}) {
-    if (t->ndim == 3) continue;
+    if (t->ndim == pool_rank) continue;
     Message message;
-    message << "rope_pool_fused expects pool tensors to be 3-D, got " << t->name << " " << *t;
-    add_rank_hint(message, *t, a.num_kv_heads, a.head_dim);
+    message << "rope_pool_fused expects pool tensors to be " << pool_rank << "-D, got " << t->name
+            << " " << *t;
+    if (pool_rank == 3) add_pool_rank_hint(message, *t, a.num_kv_heads, a.head_dim);
     fail(message);
   }
 }
 
 bool same_shape(const TensorView& a, const TensorView& b) {
-  return a.sizes[0] == b.sizes[0] && a.sizes[1] == b.sizes[1] && a.sizes[2] == b.sizes[2];
+  return std::equal(a.sizes, a.sizes + a.ndim, b.sizes, b.sizes + b.ndim);
 }
 
 void check_shapes(const RopePoolArgs& a) {
@@ -104,14 +128,17 @@ void check_shapes(const RopePoolArgs& a) {
   if (!same_shape(a.v, a.k)) {
     fail(Message() << "v shape must match k shape, got " << a.v << " vs " << a.k);
   }
-  if (a.positions.sizes[0] != a.num_tokens() || a.slots.sizes[0] != a.num_tokens()) {
+  if (a.positions.sizes[a.positions.ndim - 1] != a.num_tokens() ||
+      a.slots.sizes[0] != a.num_tokens()) {
     fail(Message() << "positions/slots must have one entry per token, got positions " << a.positions
                    << ", slots " << a.slots << " for " << a.num_tokens() << " tokens");
   }
-  if (a.k_pool.sizes[1] != a.num_kv_heads || a.k_pool.sizes[2] != a.head_dim) {
-    fail(Message() << "k_pool has incompatible shape " << a.k_pool
-                   << ": must be [pool_size, num_kv_heads, head_dim] with num_kv_heads "
-                   << a.num_kv_heads << ", head_dim " << a.head_dim);
+  const std::int64_t* row = a.k_pool.sizes + a.k_pool.ndim - 2;
+  if (row[0] != a.num_kv_heads || row[1] != a.head_dim) {
+    fail(Message() << "k_pool has incompatible shape " << a.k_pool << ": must be ["
+                   << (a.page_size ? "num_pages, page_size" : "pool_size")
+                   << ", num_kv_heads, head_dim] with num_kv_heads " << a.num_kv_heads
+                   << ", head_dim " << a.head_dim);
   }
   if (!same_shape(a.v_pool, a.k_pool)) {
     fail(Message() << "v_pool shape must match k_pool shape, got " << a.v_pool << " vs "
@@ -143,15 +170,15 @@ void check_dtypes(const RopePoolArgs& a, bool allows_float64) {
 }
 
 void check_scalars(const RopePoolArgs& a) {
-  if (a.head_dim % 2 != 0 || a.head_dim < 2) {
+  if (!a.rotary_dim && (a.head_dim % 2 != 0 || a.head_dim < 2)) {
     fail(Message() << "head_dim must be even and at least 2, got " << a.head_dim);
   }
   if (a.num_qo_heads < 1)
     fail(Message() << "num_qo_heads must be at least 1, got " << a.num_qo_heads);
   if (a.num_kv_heads < 1)
     fail(Message() << "num_kv_heads must be at least 1, got " << a.num_kv_heads);
-  if (!std::isfinite(a.rope_base) || a.rope_base <= 0) {
-    fail(Message() << "rope_base must be finite and positive, got " << a.rope_base);
+  if (a.rope_base && !(std::isfinite(*a.rope_base) && *a.rope_base > 0)) {
+    fail(Message() << "rope_base must be finite and positive, got " << *a.rope_base);
   }
 }
 
@@ -159,20 +186,24 @@ View view_of(const TensorView& t) {
   return {reinterpret_cast<std::uintptr_t>(t.data), t.itemsize, t.ndim, t.sizes, t.strides};
 }
 
+void check_device(const RopePoolArgs& a, const TensorView& t) {
+  if (t.device_type == a.q.device_type && t.device_index == a.q.device_index) return;
+  fail(Message() << "all tensors must be on one device, got q on " << device_name(a.q) << ", "
+                 << t.name << " on " << device_name(t));
+}
+
+void check_storage(const TensorView& t) {
+  const auto extent = static_cast<std::int64_t>(byte_extent(view_of(t)));
+  const std::int64_t needed = extent == 0 ? 0 : t.storage_offset * t.itemsize + extent;
+  if (needed <= t.storage_bytes) return;
+  fail(Message() << t.name << " needs a storage of " << needed << " bytes, got one of "
+                 << t.storage_bytes);
+}
+
 void check_memory(const RopePoolArgs& a) {
   const TensorView* tensors[] = {&a.q, &a.k, &a.v, &a.positions, &a.slots, &a.k_pool, &a.v_pool};
-  for (const TensorView* t : tensors) {
-    if (t->device_type == a.q.device_type && t->device_index == a.q.device_index) continue;
-    fail(Message() << "all tensors must be on one device, got q on " << device_name(a.q) << ", "
-                   << t->name << " on " << device_name(*t));
-  }
-  for (const TensorView* t : tensors) {
-    const std::int64_t extent = static_cast<std::int64_t>(byte_extent(view_of(*t)));
-    const std::int64_t needed = extent == 0 ? 0 : t->storage_offset * t->itemsize + extent;
-    if (needed <= t->storage_bytes) continue;
-    fail(Message() << t->name << " needs a storage of " << needed << " bytes, got one of "
-                   << t->storage_bytes);
-  }
+  for (const TensorView* t : tensors) check_device(a, *t);
+  for (const TensorView* t : tensors) check_storage(*t);
 }
 
 [[noreturn]] void fail_overlap(const char* what, Overlap overlap) {
@@ -216,6 +247,63 @@ void check_overlaps(const RopePoolArgs& a, bool in_place) {
   }
 }
 
+void check_inv_freq(const RopePoolArgs& a, const ContractOptions& options) {
+  if (a.rope_base.has_value() == a.inv_freq.has_value()) {
+    fail(Message() << "exactly one of rope_base and inv_freq must be given, got "
+                   << (a.rope_base ? "both" : "neither"));
+  }
+  if (!a.inv_freq) return;
+  const TensorView& t = *a.inv_freq;
+  if (t.ndim != 1 || t.sizes[0] != a.num_pairs()) {
+    fail(Message() << "inv_freq shape must be [rotary_dim / 2], got " << t << " with rotary_dim "
+                   << a.rotary_dim.value_or(a.head_dim));
+  }
+  const bool is_float64 = t.dtype == DType::kFloat64 && options.allows_float64_inv_freq;
+  if (t.dtype != DType::kFloat32 && !is_float64) {
+    fail(Message() << "inv_freq must be float32"
+                   << (options.allows_float64_inv_freq ? " or float64" : "") << ", got "
+                   << dtype_name(t));
+  }
+  if (!is_on_cpu(t)) check_device(a, t);
+  check_storage(t);
+  check_no_overlap(a.k_pool, t);
+  check_no_overlap(a.v_pool, t);
+  if (!options.in_place) return;
+  check_no_overlap(a.q, t);
+  check_no_overlap(a.k, t);
+}
+
+void check_rotary_dim(const RopePoolArgs& a) {
+  if (!a.rotary_dim) return;
+  const std::int64_t rotary_dim = *a.rotary_dim;
+  if (rotary_dim % 2 != 0 || rotary_dim < 2 || rotary_dim > a.head_dim) {
+    fail(Message() << "rotary_dim must be even, at least 2 and at most head_dim, got " << rotary_dim
+                   << " with head_dim " << a.head_dim);
+  }
+}
+
+void check_page_size(const RopePoolArgs& a) {
+  if (!a.page_size) return;
+  if (*a.page_size < 1 || *a.page_size != a.k_pool.sizes[1]) {
+    fail(Message() << "page_size must be k_pool.shape[1] and at least 1, got " << *a.page_size
+                   << " with k_pool " << a.k_pool);
+  }
+}
+
+void check_mrope(const RopePoolArgs& a) {
+  if (!a.mrope_section) {
+    if (a.mrope_interleaved) fail(Message() << "mrope_interleaved needs mrope_section");
+    return;
+  }
+  const std::vector<std::int64_t>& section = *a.mrope_section;
+  const bool fits = section.size() == 3 && section[0] >= 0 && section[1] >= 0 && section[2] >= 0 &&
+                    section[0] + section[1] + section[2] == a.num_pairs();
+  if (!fits) {
+    fail(Message() << "mrope_section must be 3 counts that sum up to rotary_dim / 2, got "
+                   << section << " with rotary_dim " << a.rotary_dim.value_or(a.head_dim));
+  }
+}
+
 }  // namespace
 
 void check_contract(const RopePoolArgs& args, const ContractOptions& options) {
@@ -225,6 +313,14 @@ void check_contract(const RopePoolArgs& args, const ContractOptions& options) {
   check_scalars(args);
   check_memory(args);
   check_overlaps(args, options.in_place);
+  check_inv_freq(args, options);
+  if (!(std::fabs(args.attention_scaling) <= FLT_MAX)) {
+    fail(Message() << "attention_scaling must be finite in float32, got "
+                   << args.attention_scaling);
+  }
+  check_rotary_dim(args);
+  check_page_size(args);
+  check_mrope(args);
 }
 
 }  // namespace rope_pool

@@ -4,7 +4,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "overlap.h"
 
@@ -32,30 +34,44 @@ struct RopePoolArgs {
   TensorView q;          // [num_tokens, num_qo_heads, head_dim]
   TensorView k;          // [num_tokens, num_kv_heads, head_dim]
   TensorView v;          // [num_tokens, num_kv_heads, head_dim]
-  TensorView positions;  // [num_tokens]
+  TensorView positions;  // [num_tokens]; [3, num_tokens] with mrope_section
   TensorView slots;      // [num_tokens]
-  TensorView k_pool;     // [pool_size, num_kv_heads, head_dim]
-  TensorView v_pool;     // [pool_size, num_kv_heads, head_dim]
+  TensorView k_pool;     // [pool_size, num_kv_heads, head_dim];
+                         // [num_pages, page_size, num_kv_heads, head_dim] with page_size
+  TensorView v_pool;     // as k_pool
   std::int64_t head_dim;
   std::int64_t num_qo_heads;
   std::int64_t num_kv_heads;
-  double rope_base;
+  std::optional<double> rope_base;
+  std::optional<TensorView> inv_freq;  // [rotary_dim / 2]
+  double attention_scaling;
+  std::optional<std::int64_t> rotary_dim;
+  bool interleaved;
+  std::optional<std::int64_t> page_size;
+  std::optional<std::vector<std::int64_t>> mrope_section;
+  bool mrope_interleaved;
 
+  // For checked arguments.
   std::int64_t num_tokens() const { return q.sizes[0]; }
-  std::int64_t pool_size() const { return k_pool.sizes[0]; }
+  std::int64_t num_pairs() const { return rotary_dim.value_or(head_dim) / 2; }
+  std::int64_t pool_size() const {
+    return page_size ? k_pool.sizes[0] * k_pool.sizes[1] : k_pool.sizes[0];
+  }
 };
 
 // What differs between backends and ops.
 struct ContractOptions {
-  bool in_place;        // q and k are written too
-  bool allows_float64;  // the backend has a float64 kernel
+  bool in_place;                 // q and k are written too
+  bool allows_float64;           // the backend has a float64 kernel
+  bool allows_float64_inv_freq;  // the backend reads inv_freq in float64
 };
 
 // Throws std::invalid_argument, which torch turns into ValueError, for the first broken rule.
 void check_contract(const RopePoolArgs& args, const ContractOptions& options);
 
-// Names for messages, filled in by the file that knows torch: "float32", "cuda:0".
+// From the file that knows torch's numbers. Names as in messages: "float32", "cuda:0".
 std::string dtype_name(const TensorView& tensor);
 std::string device_name(const TensorView& tensor);
+bool is_on_cpu(const TensorView& tensor);
 
 }  // namespace rope_pool

@@ -181,6 +181,12 @@ Fixed ratio_of_frequencies(const Fixed& one, double rope_base, std::size_t dim) 
 
 }  // namespace
 
+FrequencyTable make_frequency_table(const std::vector<double>& inv_freq) {
+  FrequencyTable table(inv_freq.size());
+  for (std::size_t i = 0; i < inv_freq.size(); ++i) table.set(i, frequency_of(inv_freq[i]));
+  return table;
+}
+
 FrequencyTable make_frequency_table(double rope_base, std::size_t dim) {
   // A base below 1 gives frequencies of up to 2^1074 turns, of which the fraction is wanted.
   const std::size_t extra =
@@ -190,18 +196,14 @@ FrequencyTable make_frequency_table(double rope_base, std::size_t dim) {
   const Fixed ratio = ratio_of_frequencies(one, rope_base, dim);
 
   const std::size_t num_pairs = dim / 2;
-  FrequencyTable table;
-  table.high.resize(num_pairs);
-  table.low.resize(num_pairs);
-  table.tail.resize(num_pairs);
+  FrequencyTable table(num_pairs);
   Fixed turns = one / pi.times(2);
   for (std::size_t i = 0; i < num_pairs; ++i) {
     const u64 top = u64{turns.fraction_limb(0)} << 32 | turns.fraction_limb(1);
-    const u64 rest = u64{turns.fraction_limb(2)} + (turns.fraction_limb(3) >> 31);
-    const u64 nearest = top + ((rest + 0x80000000u) >> 32);
-    table.high[i] = static_cast<u32>(nearest >> 32);
-    table.low[i] = static_cast<u32>(nearest);
-    table.tail[i] = static_cast<i32>(static_cast<u32>(rest));
+    const u32 rest = turns.fraction_limb(2);
+    const u64 nearest = top + (rest >> 31);
+    table.set(i,
+              {static_cast<u32>(nearest >> 32), static_cast<u32>(nearest), static_cast<i32>(rest)});
     turns = turns * ratio;
   }
   return table;
@@ -236,6 +238,16 @@ std::shared_ptr<const FrequencyTable> frequency_table(double rope_base, std::siz
   }
   last = entries.front();
   return last.table;
+}
+
+std::shared_ptr<const FrequencyTable> frequency_table(const std::vector<double>& inv_freq) {
+  thread_local std::vector<double> last;
+  thread_local std::shared_ptr<const FrequencyTable> table;
+  if (table == nullptr || last != inv_freq) {
+    table = std::make_shared<const FrequencyTable>(make_frequency_table(inv_freq));
+    last = inv_freq;
+  }
+  return table;
 }
 
 }  // namespace rope_pool

@@ -1,4 +1,4 @@
-// Frequencies of the rotary pairs, correctly rounded, cached per (rope_base, dim).
+// Frequencies of the rotary pairs, correctly rounded and cached.
 #pragma once
 
 #include <cstddef>
@@ -9,17 +9,28 @@
 
 namespace rope_pool {
 
-// rope_base^(-2 i / dim) / (2 pi), i < dim / 2, as fractions of a turn.
 struct FrequencyTable {
-  std::vector<u32> high;  // [dim / 2]
-  std::vector<u32> low;   // [dim / 2]
-  std::vector<i32> tail;  // [dim / 2]
+  explicit FrequencyTable(std::size_t num_pairs)
+      : high(num_pairs), low(num_pairs), tail(num_pairs) {}
+  void set(std::size_t pair, Frequency f) {
+    high[pair] = f.high;
+    low[pair] = f.low;
+    tail[pair] = f.tail;
+  }
+
+  std::vector<u32> high;  // [num_pairs]
+  std::vector<u32> low;   // [num_pairs]
+  std::vector<i32> tail;  // [num_pairs]
 };
 
-// Computed with integers only, to the nearest unit of 2^-96 turn: no bit depends on a libm.
+// rope_base^(-2 i / dim), i < dim / 2. Computed with integers only: no bit depends on a libm.
 FrequencyTable make_frequency_table(double rope_base, std::size_t dim);
+
+// inv_freq[i], in radians per position, finite.
+FrequencyTable make_frequency_table(const std::vector<double>& inv_freq);
 
 // The same from a cache. Thread-safe; a repeated request of a thread takes no lock.
 std::shared_ptr<const FrequencyTable> frequency_table(double rope_base, std::size_t dim);
+std::shared_ptr<const FrequencyTable> frequency_table(const std::vector<double>& inv_freq);
 
 }  // namespace rope_pool

@@ -13,7 +13,7 @@ struct View {
   const std::int64_t* strides;  // [ndim], in elements, not negative
 };
 
-constexpr std::int64_t kMaxDims = 4;
+constexpr std::int64_t kMaxDims = 4;  // a paged pool
 
 enum class Overlap : int { kNo = 0, kYes = 1, kUndecided = 2 };
 

@@ -10,6 +10,15 @@
 #include <cstring>
 #endif
 
+// A table of u32 that device code may index.
+#if defined(__METAL_VERSION__)
+#define ROPE_POOL_TABLE(name) constant u32 name[]
+#elif defined(__CUDA_ARCH__)
+#define ROPE_POOL_TABLE(name) static __constant__ u32 name[]
+#else
+#define ROPE_POOL_TABLE(name) constexpr u32 name[]
+#endif
+
 #if defined(__METAL_VERSION__)
 #define ROPE_POOL_FN inline
 #elif defined(__CUDACC__)
@@ -61,6 +70,88 @@ struct Frequency {
   i32 tail;
 };
 
+// 1 / 2 pi in binary, 32 bits an entry: enough for every float64.
+ROPE_POOL_TABLE(kInverseTwoPi) = {
+    0x28be60dbu, 0x9391054au, 0x7f09d5f4u, 0x7d4d3770u, 0x36d8a566u, 0x4f10e410u, 0x7f9458eau,
+    0xf7aef158u, 0x6dc91b8eu, 0x909374b8u, 0x01924bbau, 0x82746487u, 0x3f877ac7u, 0x2c4a69cfu,
+    0xba208d7du, 0x4baed121u, 0x3a671c09u, 0xad17df90u, 0x4e64758eu, 0x60d4ce7du, 0x272117e2u,
+    0xef7e4a0eu, 0xc7fe25ffu, 0xf7816603u, 0xfbcbc462u, 0xd6829b47u, 0xdb4d9fb3u, 0xc9f2c26du,
+    0xd3d18fd9u, 0xa797fa8bu, 0x5d49eeb1u, 0xfaf97c5eu, 0xcf41ce7du, 0xe294a4bau, 0x9afed7ecu,
+    0x47e35742u, 0x1580cc11u, 0xbf1edaeau};
+
+// The frequency for (mantissa_high * 2^32 + mantissa_low) * 2^exponent radians per position,
+// rounded correctly; the mantissa below 2^53, the exponent as in a float64. Whole turns are
+// dropped.
+ROPE_POOL_FN Frequency frequency_of(u32 mantissa_high, u32 mantissa_low, i32 exponent,
+                                    bool negative) {
+  // Entries of 1 / 2 pi that the exponent makes whole turns are skipped. Of the rest, seven make
+  // the product right to 2^-140 turn.
+  i32 first = exponent > 0 ? exponent / 32 : 0;
+  u32 product[9] = {0u, 0u, 0u, 0u, 0u,
+                    0u, 0u, 0u, 0u};  // least significant first, the point before [7]
+  u64 carry = 0u;
+  for (i32 i = 0; i < 7; ++i) {
+    carry += (u64)mantissa_low * (u64)kInverseTwoPi[first + 6 - i];
+    product[i] = (u32)carry;
+    carry >>= 32;
+  }
+  product[7] = (u32)carry;
+  carry = 0u;
+  for (i32 i = 0; i < 7; ++i) {
+    carry += (u64)mantissa_high * (u64)kInverseTwoPi[first + 6 - i] + (u64)product[i + 1];
+    product[i + 1] = (u32)carry;
+    carry >>= 32;
+  }
+  product[8] = (u32)carry;
+
+  u32 fraction[3];  // the first 96 bits after the point of product * 2^(exponent - 32 first)
+  for (i32 k = 0; k < 3; ++k) {
+    i32 bit = 32 * (6 - k) - (exponent - 32 * first);
+    u32 low = bit / 32 < 9 ? product[bit / 32] : 0u;
+    u32 high = bit / 32 < 8 ? product[bit / 32 + 1] : 0u;
+    u32 word = bit % 32 == 0 ? low : (low >> (bit % 32)) | (high << (32 - bit % 32));
+    fraction[k] = negative ? ~word : word;  // the product is no integer: the floor of its negative
+  }
+  u64 nearest = (((u64)fraction[0] << 32) | (u64)fraction[1]) + (u64)(fraction[2] >> 31);
+  Frequency f;
+  f.high = (u32)(nearest >> 32);
+  f.low = (u32)nearest;
+  f.tail = (i32)fraction[2];
+  return f;
+}
+
+ROPE_POOL_FN Frequency frequency_of(float inv_freq) {
+  u32 bits = bits_of(inv_freq);
+  u32 mantissa = bits & 0x7fffffu;
+  i32 exponent = (i32)((bits >> 23) & 0xffu);
+  mantissa |= exponent > 0 ? 0x800000u : 0u;
+  exponent = exponent > 0 ? exponent : 1;
+  return frequency_of(0u, mantissa, exponent - 150, (bits >> 31) != 0u && mantissa != 0u);
+}
+
+#if !defined(__METAL_VERSION__)
+ROPE_POOL_FN Frequency frequency_of(double inv_freq) {
+  u64 bits;
+  std::memcpy(&bits, &inv_freq, sizeof bits);
+  u64 mantissa = bits & 0xfffffffffffffu;
+  i32 exponent = (i32)((bits >> 52) & 0x7ffu);
+  mantissa |= exponent > 0 ? u64{1} << 52 : u64{0};
+  exponent = exponent > 0 ? exponent : 1;
+  return frequency_of((u32)(mantissa >> 32), (u32)mantissa, exponent - 1075,
+                      (bits >> 63) != 0u && mantissa != 0u);
+}
+#endif
+
+// Which of the three rows of positions a pair takes. Interleaved: dealt out in turn, while a row
+// has some of its pairs left; otherwise in three runs. The third row gets what the others leave.
+ROPE_POOL_FN i64 mrope_axis(i64 pair, i64 section0, i64 section1, i64 section2, bool interleaved) {
+  i64 turn = pair % 3;
+  i64 limit = turn == 1 ? 3 * section1 : (turn == 2 ? 3 * section2 : 0);
+  i64 in_turn = pair < limit ? turn : 0;
+  i64 in_runs = pair < section0 ? 0 : (pair < section0 + section1 ? 1 : 2);
+  return interleaved ? in_turn : in_runs;
+}
+
 // The phase in units of 2^-32 turn, for a position that fits in 32 bits.
 // Off by at most |position| * 2^-65 + 2^-32 turn.
 ROPE_POOL_FN u32 phase32(i32 position, u32 high, u32 low) {
@@ -70,7 +161,7 @@ ROPE_POOL_FN u32 phase32(i32 position, u32 high, u32 low) {
 }
 
 // The phase in units of 2^-64 turn, for any position.
-// Off by at most |position| * 2^-97 + 2^-63 turn.
+// Off by at most |position| * 2^-96 + 2^-63 turn.
 ROPE_POOL_FN u64 phase64(i64 position, Frequency f) {
   u64 nearest = ((u64)f.high << 32) | (u64)f.low;
   i64 position_high = position >> 32;

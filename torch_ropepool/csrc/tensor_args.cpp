@@ -1,16 +1,15 @@
 #include "tensor_args.h"
 
-#include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <array>
 #include <stdexcept>
+#include <utility>
 
 namespace rope_pool {
 namespace {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 DType dtype_of(std::int32_t scalar_type) {
   switch (static_cast<ScalarType>(scalar_type)) {
@@ -31,37 +30,78 @@ DType dtype_of(std::int32_t scalar_type) {
   }
 }
 
-// One of torch's own operators on one tensor.
-StableIValue call_unary(const char* name, const Tensor& tensor) {
-  StableIValue stack[] = {torch::stable::detail::from(tensor)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION));
-  return stack[0];
+// Exchanges a tensor for what one of torch's own unary operators gives.
+StableIValue call_unary(const char* name, StableIValue tensor) {
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", &tensor, TORCH_ABI_VERSION));
+  return tensor;
 }
 
 // The C shim cannot ask this directly. In grad mode, a tensor requires grad exactly when an alias
 // of it is no leaf of the autograd graph.
-bool requires_grad(const Tensor& tensor) {
-  const auto alias = torch::stable::detail::to<Tensor>(call_unary("aten::alias", tensor));
+bool requires_grad(AtenTensorHandle tensor) {
+  AtenTensorHandle reference = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor, &reference));
+  const StableIValue alias = call_unary("aten::alias", torch::stable::detail::from(reference));
   return !torch::stable::detail::to<bool>(call_unary("aten::is_leaf", alias));
+}
+
+OwnedTensor take_tensor(StableIValue value) {
+  return OwnedTensor(torch::stable::detail::to<AtenTensorHandle>(value));
+}
+
+template <class T>
+std::optional<T> take_optional(StableIValue value) {
+  return torch::stable::detail::to<std::optional<T>>(value);
 }
 
 }  // namespace
 
-TensorView view_of(const Tensor& tensor, const char* name) {
-  const AtenTensorHandle handle = tensor.get();
+StackArgs::StackArgs(StableIValue* stack)
+    : q(take_tensor(stack[0])),
+      k(take_tensor(stack[1])),
+      v(take_tensor(stack[2])),
+      positions(take_tensor(stack[3])),
+      slots(take_tensor(stack[4])),
+      k_pool(take_tensor(stack[5])),
+      v_pool(take_tensor(stack[6])),
+      inv_freq(take_optional<AtenTensorHandle>(stack[11]).value_or(nullptr)),
+      args{} {
+  using torch::stable::detail::to;
+  args.head_dim = to<std::int64_t>(stack[7]);
+  args.num_qo_heads = to<std::int64_t>(stack[8]);
+  args.num_kv_heads = to<std::int64_t>(stack[9]);
+  args.rope_base = take_optional<double>(stack[10]);
+  args.attention_scaling = to<double>(stack[12]);
+  args.rotary_dim = take_optional<std::int64_t>(stack[13]);
+  args.interleaved = to<bool>(stack[14]);
+  args.page_size = take_optional<std::int64_t>(stack[15]);
+  args.mrope_section = take_optional<std::vector<std::int64_t>>(stack[16]);
+  args.mrope_interleaved = to<bool>(stack[17]);
+
+  args.q = view_of(q.get(), "q");
+  args.k = view_of(k.get(), "k");
+  args.v = view_of(v.get(), "v");
+  args.positions = view_of(positions.get(), "positions");
+  args.slots = view_of(slots.get(), "slots");
+  args.k_pool = view_of(k_pool.get(), "k_pool");
+  args.v_pool = view_of(v_pool.get(), "v_pool");
+  if (inv_freq != nullptr) args.inv_freq = view_of(inv_freq.get(), "inv_freq");
+}
+
+TensorView view_of(AtenTensorHandle tensor, const char* name) {
   TensorView view{};
   view.name = name;
   std::int64_t* sizes = nullptr;
   std::int64_t* strides = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &view.scalar_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &view.ndim));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &view.storage_offset));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &view.storage_bytes));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &view.device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &view.device_index));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &view.scalar_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &view.ndim));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor, &view.storage_offset));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor, &view.storage_bytes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor, &view.device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor, &view.device_index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &view.data));
   view.sizes = sizes;
   view.strides = strides;
   view.dtype = dtype_of(view.scalar_type);
@@ -69,74 +109,41 @@ TensorView view_of(const Tensor& tensor, const char* name) {
   return view;
 }
 
-Tensor empty_like(const TensorView& tensor) {
+OwnedTensor empty_like(const TensorView& tensor) {
   const std::array<std::int64_t, 3> strides = {tensor.sizes[1] * tensor.sizes[2], tensor.sizes[2],
                                                1};
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(tensor.ndim, tensor.sizes, strides.data(),
                                                   tensor.scalar_type, tensor.device_type,
                                                   tensor.device_index, &handle));
-  return Tensor(handle);
+  return OwnedTensor(handle);
 }
 
-void require_no_grad(const Tensor* const* tensors, const char* const* names, int count) {
+void require_no_grad(const StackArgs& stack_args) {
   if (!aoti_torch_grad_mode_is_enabled()) return;
-  for (int i = 0; i < count; ++i) {
-    if (!requires_grad(*tensors[i])) continue;
-    throw std::runtime_error(std::string("rope_pool_fused has no backward, but ") + names[i] +
-                             " requires grad: call it under torch.no_grad(), or detach " +
-                             names[i]);
+  const std::pair<const char*, const OwnedTensor*> tensors[] = {
+      {"q", &stack_args.q},           {"k", &stack_args.k},
+      {"v", &stack_args.v},           {"k_pool", &stack_args.k_pool},
+      {"v_pool", &stack_args.v_pool}, {"inv_freq", &stack_args.inv_freq},
+  };
+  for (const auto& [name, tensor] : tensors) {
+    if (*tensor == nullptr || !requires_grad(tensor->get())) continue;
+    throw std::runtime_error(std::string("rope_pool_fused has no backward, but ") + name +
+                             " requires grad: call it under torch.no_grad(), or detach " + name);
   }
 }
 
 std::string dtype_name(const TensorView& tensor) {
   // torch's ScalarType numbers, which are part of its stable ABI, by their Python names.
-  static constexpr const char* kNames[] = {"uint8",
-                                           "int8",
-                                           "int16",
-                                           "int32",
-                                           "int64",
-                                           "float16",
-                                           "float32",
-                                           "float64",
-                                           "complex32",
-                                           "complex64",
-                                           "complex128",
-                                           "bool",
-                                           "qint8",
-                                           "quint8",
-                                           "qint32",
-                                           "bfloat16",
-                                           "quint4x2",
-                                           "quint2x4",
-                                           "bits1x8",
-                                           "bits2x4",
-                                           "bits4x2",
-                                           "bits8",
-                                           "bits16",
-                                           "float8_e5m2",
-                                           "float8_e4m3fn",
-                                           "float8_e5m2fnuz",
-                                           "float8_e4m3fnuz",
-                                           "uint16",
-                                           "uint32",
-                                           "uint64",
-                                           "uint1",
-                                           "uint2",
-                                           "uint3",
-                                           "uint4",
-                                           "uint5",
-                                           "uint6",
-                                           "uint7",
-                                           "int1",
-                                           "int2",
-                                           "int3",
-                                           "int4",
-                                           "int5",
-                                           "int6",
-                                           "int7",
-                                           "float8_e8m0fnu",
-                                           "float4_e2m1fn_x2"};
+  // clang-format off
+  static constexpr const char* kNames[] = {
+      "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32",
+      "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16", "quint4x2",
+      "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "float8_e5m2",
+      "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16", "uint32", "uint64",
+      "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7", "int1", "int2", "int3",
+      "int4", "int5", "int6", "int7", "float8_e8m0fnu", "float4_e2m1fn_x2"};
+  // clang-format on
   constexpr std::int32_t kCount = sizeof kNames / sizeof kNames[0];
   const std::int32_t number = tensor.scalar_type;
   return number >= 0 && number < kCount ? kNames[number] : "dtype number " + std::to_string(number);
@@ -150,6 +157,10 @@ std::string device_name(const TensorView& tensor) {
   if (tensor.device_type == aoti_torch_device_type_mps()) name = "mps";
   if (tensor.device_type == aoti_torch_device_type_xpu()) name = "xpu";
   return name + ":" + std::to_string(tensor.device_index);
+}
+
+bool is_on_cpu(const TensorView& tensor) {
+  return tensor.device_type == aoti_torch_device_type_cpu();
 }
 
 }  // namespace rope_pool

@@ -1,19 +1,42 @@
-// From torch's tensors to the contract's plain views, over the stable ABI only.
+// From the dispatcher's stack to the contract's plain views, over the stable ABI only.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <memory>
 
 #include "contract.h"
 
 namespace rope_pool {
 
-TensorView view_of(const torch::stable::Tensor& tensor, const char* name);
+struct DeleteTensor {
+  void operator()(AtenTensorHandle tensor) const { aoti_torch_delete_tensor_object(tensor); }
+};
+using OwnedTensor = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
 
-// An uninitialized contiguous tensor of the same shape, dtype and device.
-torch::stable::Tensor empty_like(const TensorView& tensor);
+// The arguments of a call, taken off the stack of a boxed kernel. All three ops have the same.
+struct StackArgs {
+  static constexpr std::uint64_t kCount = 18;
+  explicit StackArgs(StableIValue* stack);
 
-// With grad mode on, throws std::runtime_error for the first of the tensors that requires grad.
-void require_no_grad(const torch::stable::Tensor* const* tensors, const char* const* names,
-                     int count);
+  OwnedTensor q;
+  OwnedTensor k;
+  OwnedTensor v;
+  OwnedTensor positions;
+  OwnedTensor slots;
+  OwnedTensor k_pool;
+  OwnedTensor v_pool;
+  OwnedTensor inv_freq;  // may be null
+  RopePoolArgs args;     // views of the above
+};
+
+TensorView view_of(AtenTensorHandle tensor, const char* name);
+
+// An uninitialized contiguous tensor of the same 3-D shape, dtype and device.
+OwnedTensor empty_like(const TensorView& tensor);
+
+// With grad mode on, throws std::runtime_error for the first tensor that requires grad.
+void require_no_grad(const StackArgs& stack_args);
 
 }  // namespace rope_pool

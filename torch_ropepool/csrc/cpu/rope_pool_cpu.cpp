@@ -1,6 +1,8 @@
 // The CPU backend of the ops: slots checked, work split over torch's threads.
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <stdexcept>
 
@@ -11,10 +13,61 @@ namespace rope_pool {
 namespace {
 
 IndexArray index_array(const TensorView& t) {
-  return {t.data, t.dtype == DType::kInt64, t.strides[0]};
+  return {t.data, t.dtype == DType::kInt64, t.ndim == 2 ? t.strides[0] : 0, t.strides[t.ndim - 1]};
 }
 
 RowStrides row_strides(const TensorView& t) { return {t.strides[0], t.strides[1], t.strides[2]}; }
+
+PoolStrides pool_strides(const TensorView& t) {
+  if (t.ndim == 4) return {t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
+  return {0, t.strides[0], t.strides[1], t.strides[2]};
+}
+
+RopePoolParams params_of(const RopePoolArgs& args, const TensorView& q_rot,
+                         const TensorView& k_rot) {
+  RopePoolParams p{};
+  p.num_tokens = args.num_tokens();
+  p.num_qo_heads = args.num_qo_heads;
+  p.num_kv_heads = args.num_kv_heads;
+  p.head_dim = args.head_dim;
+  p.page_size = args.page_size.value_or(args.pool_size());
+  p.num_pairs = args.num_pairs();
+  p.pair_step = args.interleaved ? 2 : 1;
+  p.pair_distance = args.interleaved ? 1 : p.num_pairs;
+  p.q = row_strides(args.q);
+  p.k = row_strides(args.k);
+  p.v = row_strides(args.v);
+  p.q_rot = row_strides(q_rot);
+  p.k_rot = row_strides(k_rot);
+  p.k_pool = pool_strides(args.k_pool);
+  p.v_pool = pool_strides(args.v_pool);
+  return p;
+}
+
+// The values of inv_freq, exactly. Throws for the first that is not finite.
+std::vector<double> inv_freq_values(const TensorView& t) {
+  std::vector<double> values(static_cast<std::size_t>(t.sizes[0]));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const i64 offset = static_cast<i64>(i) * t.strides[0];
+    values[i] = t.dtype == DType::kFloat64 ? static_cast<const double*>(t.data)[offset]
+                                           : double{static_cast<const float*>(t.data)[offset]};
+    if (!std::isfinite(values[i])) {
+      throw std::invalid_argument("inv_freq must be finite, got " + std::to_string(values[i]) +
+                                  " at index " + std::to_string(i));
+    }
+  }
+  return values;
+}
+
+std::vector<unsigned char> mrope_axes(const RopePoolArgs& args) {
+  std::vector<unsigned char> axes(static_cast<std::size_t>(args.num_pairs()));
+  const std::vector<i64>& section = *args.mrope_section;
+  for (std::size_t i = 0; i < axes.size(); ++i) {
+    axes[i] = static_cast<unsigned char>(mrope_axis(static_cast<i64>(i), section[0], section[1],
+                                                    section[2], args.mrope_interleaved));
+  }
+  return axes;
+}
 
 // Throws before anything is written. Returns whether the slots that are stored to increase
 // strictly, so that no two are the same.
@@ -22,7 +75,7 @@ bool check_slots(const IndexArray& slots, i64 num_tokens, i64 pool_size) {
   bool increasing = true;
   i64 previous = -1;
   for (i64 token = 0; token < num_tokens; ++token) {
-    const i64 slot = slots[token];
+    const i64 slot = slots.at(0, token);
     if (slot < 0) continue;
     if (slot >= pool_size) {
       throw std::out_of_range("slots[" + std::to_string(token) + "] is " + std::to_string(slot) +
@@ -45,7 +98,7 @@ std::unique_ptr<i64[]> last_writers(const IndexArray& slots, i64 num_tokens) {
   std::unique_ptr<i64[]> seen(new i64[capacity]);
   std::fill(seen.get(), seen.get() + capacity, i64{-1});
   for (i64 token = num_tokens; token-- > 0;) {
-    const i64 slot = slots[token];
+    const i64 slot = slots.at(0, token);
     result[static_cast<std::size_t>(token)] = slot;
     if (slot < 0) continue;
     std::size_t at = (static_cast<std::size_t>(slot) * 0x9e3779b97f4a7c15u >> 32) & (capacity - 1);
@@ -64,14 +117,17 @@ i64 grain_size(const RopePoolParams& p, i64 itemsize) {
 }
 
 struct Cpu {
-  static constexpr bool allows_float64 = true;
+  static constexpr bool kAllowsFloat64 = true;
+  static constexpr bool kAllowsFloat64InvFreq = true;
 
   static void launch(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
+    std::vector<double> inv_freq;
+    if (args.inv_freq) inv_freq = inv_freq_values(*args.inv_freq);
+    const i64 num_tokens = args.num_tokens();
+    if (num_tokens == 0) return;
+
     CpuLaunch launch{};
-    launch.params = {
-        args.num_tokens(),   args.num_qo_heads,        args.num_kv_heads,       args.head_dim,
-        row_strides(args.q), row_strides(args.k),      row_strides(args.v),     row_strides(q_rot),
-        row_strides(k_rot),  row_strides(args.k_pool), row_strides(args.v_pool)};
+    launch.params = params_of(args, q_rot, k_rot);
     launch.q = args.q.data;
     launch.k = args.k.data;
     launch.v = args.v.data;
@@ -81,11 +137,19 @@ struct Cpu {
     launch.v_pool = args.v_pool.data;
     launch.positions = index_array(args.positions);
     launch.slots = index_array(args.slots);
+    launch.attention_scaling = args.attention_scaling;
 
-    const i64 num_tokens = args.num_tokens();
     const bool increasing = check_slots(launch.slots, num_tokens, args.pool_size());
-    const auto table = frequency_table(args.rope_base, static_cast<std::size_t>(args.head_dim));
+    const auto table =
+        args.inv_freq
+            ? frequency_table(inv_freq)
+            : frequency_table(*args.rope_base, static_cast<std::size_t>(2 * args.num_pairs()));
     launch.table = table.get();
+    std::vector<unsigned char> axes;
+    if (args.mrope_section) {
+      axes = mrope_axes(args);
+      launch.axes = axes.data();
+    }
     const RopePoolTokens tokens = rope_pool_tokens(args.q.dtype);
 
     const i64 grain = grain_size(launch.params, args.q.itemsize);
@@ -96,7 +160,7 @@ struct Cpu {
     std::unique_ptr<i64[]> stored;
     if (!increasing) {
       stored = last_writers(launch.slots, num_tokens);
-      launch.slots = {stored.get(), true, 1};
+      launch.slots = {stored.get(), /*is_int64=*/true, 0, 1};
     }
     torch::stable::parallel_for(0, num_tokens, grain,
                                 [&](int64_t begin, int64_t end) { tokens(launch, begin, end); });

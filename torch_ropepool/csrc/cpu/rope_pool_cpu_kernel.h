@@ -8,28 +8,32 @@
 namespace rope_pool {
 
 struct IndexArray {
-  const void* data;  // [num_tokens] of int32 or int64
+  const void* data;  // [num_tokens], or [rows, num_tokens], of int32 or int64
   bool is_int64;
-  i64 stride;
+  i64 row_stride;
+  i64 token_stride;
 
-  i64 operator[](i64 token) const {
-    return is_int64 ? static_cast<const i64*>(data)[token * stride]
-                    : static_cast<const i32*>(data)[token * stride];
+  i64 at(i64 row, i64 token) const {
+    const i64 offset = row * row_stride + token * token_stride;
+    return is_int64 ? static_cast<const i64*>(data)[offset] : static_cast<const i32*>(data)[offset];
   }
 };
 
 struct CpuLaunch {
   RopePoolParams params;
-  const void* q;  // [num_tokens, num_qo_heads, head_dim]
-  const void* k;  // [num_tokens, num_kv_heads, head_dim]
-  const void* v;  // [num_tokens, num_kv_heads, head_dim]
-  void* q_rot;    // [num_tokens, num_qo_heads, head_dim], may be q
-  void* k_rot;    // [num_tokens, num_kv_heads, head_dim], may be k
-  void* k_pool;   // [pool_size, num_kv_heads, head_dim]
-  void* v_pool;   // [pool_size, num_kv_heads, head_dim]
-  IndexArray positions;
-  IndexArray slots;  // negative: not stored; all below pool_size
+  const void* q;         // [num_tokens, num_qo_heads, head_dim]
+  const void* k;         // [num_tokens, num_kv_heads, head_dim]
+  const void* v;         // [num_tokens, num_kv_heads, head_dim]
+  void* q_rot;           // [num_tokens, num_qo_heads, head_dim], may be q
+  void* k_rot;           // [num_tokens, num_kv_heads, head_dim], may be k
+  void* k_pool;          // [num_pages, page_size, num_kv_heads, head_dim]
+  void* v_pool;          // [num_pages, page_size, num_kv_heads, head_dim]
+  IndexArray positions;  // [1 or 3, num_tokens]
+  IndexArray slots;      // [1, num_tokens]; negative: not stored; all below the pools' size
   const FrequencyTable* table;
+  const unsigned char*
+      axes;  // [num_pairs], the row of positions that a pair takes; null: the only one
+  double attention_scaling;
 };
 
 // Does the tokens in [begin, end), in order.

@@ -1,7 +1,10 @@
 // The body of the CPU kernel. rope_pool_isa.cpp includes it once per instruction set, each time in
 // a namespace of its own; so no include guard, and no include.
 
-// cos and sin of a token's angles, for pairs [first, first + count).
+using One = std::integral_constant<i64, 1>;
+using Two = std::integral_constant<i64, 2>;
+
+// A token's angles, a tile of pairs at a time.
 template <class Compute>
 struct AngleTile {
   static constexpr i64 kPairs = 128;
@@ -9,58 +12,63 @@ struct AngleTile {
   Compute sin[kPairs];
 };
 
-inline void fill_angles(AngleTile<float>& tile, i64 position, const FrequencyTable& table,
-                        i64 first, i64 count) {
+inline Angle<float> angle_at(float, i64 position, Frequency frequency) {
+  return angle_of(static_cast<u32>(phase64(position, frequency) >> 32));
+}
+inline Angle<float> angle_at(float, i32 position, Frequency frequency) {
+  return angle_of(phase32(position, frequency.high, frequency.low));
+}
+inline Angle<double> angle_at(double, i64 position, Frequency frequency) {
+  return angle_of(phase64(position, frequency));
+}
+
+// position_of(i) is the position that pair first + i takes.
+template <class Compute, class PositionOf>
+void fill_tile(AngleTile<Compute>& tile, const FrequencyTable& table, i64 first, i64 count,
+               Compute scaling, const PositionOf& position_of) {
   const u32* high = table.high.data() + first;
   const u32* low = table.low.data() + first;
   const i32* tail = table.tail.data() + first;
-  const i32 position32 = static_cast<i32>(position);
-  if (position32 == position) {
-    for (i64 i = 0; i < count; ++i) {
-      const Angle<float> angle = angle_of(phase32(position32, high[i], low[i]));
-      tile.cos[i] = angle.cos;
-      tile.sin[i] = angle.sin;
-    }
-  } else {
-    for (i64 i = 0; i < count; ++i) {
-      const u64 phase = phase64(position, {high[i], low[i], tail[i]});
-      const Angle<float> angle = angle_of(static_cast<u32>(phase >> 32));
-      tile.cos[i] = angle.cos;
-      tile.sin[i] = angle.sin;
-    }
-  }
-}
-
-inline void fill_angles(AngleTile<double>& tile, i64 position, const FrequencyTable& table,
-                        i64 first, i64 count) {
   for (i64 i = 0; i < count; ++i) {
-    const Frequency frequency = {table.high[first + i], table.low[first + i],
-                                 table.tail[first + i]};
-    const Angle<double> angle = angle_of(phase64(position, frequency));
-    tile.cos[i] = angle.cos;
-    tile.sin[i] = angle.sin;
+    const Angle<Compute> angle = angle_at(Compute{}, position_of(i), {high[i], low[i], tail[i]});
+    tile.cos[i] = angle.cos * scaling;
+    tile.sin[i] = angle.sin * scaling;
   }
 }
 
-// One head's pairs. `in` may be `out`, but no other overlap: the loop may run in any order.
-template <class Element>
-void rotate_row(const typename Element::storage* in, i64 in_stride, typename Element::storage* out,
-                i64 out_stride, i64 half, i64 count, const typename Element::compute* cos,
-                const typename Element::compute* sin) {
-  if (in_stride == 1 && out_stride == 1) {  // the compiler vectorizes this one
-    ROPE_POOL_NO_DEPENDENCE
-    for (i64 i = 0; i < count; ++i) {
-      const Pair<Element> rotated = rotate<Element>(in[i], in[half + i], cos[i], sin[i]);
-      out[i] = rotated.first;
-      out[half + i] = rotated.second;
+template <class Compute>
+void fill_tile(AngleTile<Compute>& tile, const CpuLaunch& launch, i64 token, i64 first, i64 count) {
+  const auto scaling = static_cast<Compute>(launch.attention_scaling);
+  const auto fill = [&](const auto& position_of) {
+    fill_tile<Compute>(tile, *launch.table, first, count, scaling, position_of);
+  };
+  if (launch.axes == nullptr) {
+    const i64 position = launch.positions.at(0, token);
+    if constexpr (std::is_same<Compute, float>::value) {
+      const i32 position32 = static_cast<i32>(position);
+      if (position32 == position) return fill([=](i64) { return position32; });
     }
+    fill([=](i64) { return position; });
   } else {
-    for (i64 i = 0; i < count; ++i) {
-      const Pair<Element> rotated =
-          rotate<Element>(in[i * in_stride], in[(half + i) * in_stride], cos[i], sin[i]);
-      out[i * out_stride] = rotated.first;
-      out[(half + i) * out_stride] = rotated.second;
-    }
+    const i64 positions[3] = {launch.positions.at(0, token), launch.positions.at(1, token),
+                              launch.positions.at(2, token)};
+    fill([&](i64 i) { return positions[launch.axes[first + i]]; });
+  }
+}
+
+// One head's pairs: (in[i * step], in[i * step + distance]). `in` may be `out`, but there is no
+// other overlap: the loop may run in any order.
+template <class Element, class InStep, class InDistance, class OutStep, class OutDistance>
+void rotate_pairs(const typename Element::storage* in, InStep in_step, InDistance in_distance,
+                  typename Element::storage* out, OutStep out_step, OutDistance out_distance,
+                  i64 count, const typename Element::compute* cos,
+                  const typename Element::compute* sin) {
+  ROPE_POOL_NO_DEPENDENCE
+  for (i64 i = 0; i < count; ++i) {
+    const Pair<Element> rotated =
+        rotate<Element>(in[i * in_step], in[i * in_step + in_distance], cos[i], sin[i]);
+    out[i * out_step] = rotated.first;
+    out[i * out_step + out_distance] = rotated.second;
   }
 }
 
@@ -73,49 +81,84 @@ void copy_row(const Storage* in, i64 in_stride, Storage* out, i64 out_stride, i6
   }
 }
 
+// Rotates the pairs [first, first + count) of a token's heads.
+template <class Element>
+void rotate_heads(const RopePoolParams& p, const typename Element::storage* in,
+                  const RowStrides& in_strides, typename Element::storage* out,
+                  const RowStrides& out_strides, i64 num_heads, i64 first, i64 count,
+                  const AngleTile<typename Element::compute>& tile) {
+  const bool unit_stride = in_strides.feature == 1 && out_strides.feature == 1;
+  for (i64 head = 0; head < num_heads; ++head) {
+    const auto* from = in + head * in_strides.head + first * p.pair_step * in_strides.feature;
+    auto* to = out + head * out_strides.head + first * p.pair_step * out_strides.feature;
+    // The first two are the ones that the compiler vectorizes.
+    if (unit_stride && p.pair_step == 1) {
+      rotate_pairs<Element>(from, One{}, p.pair_distance, to, One{}, p.pair_distance, count,
+                            tile.cos, tile.sin);
+    } else if (unit_stride) {
+      rotate_pairs<Element>(from, Two{}, One{}, to, Two{}, One{}, count, tile.cos, tile.sin);
+    } else {
+      rotate_pairs<Element>(from, p.pair_step * in_strides.feature,
+                            p.pair_distance * in_strides.feature, to,
+                            p.pair_step * out_strides.feature,
+                            p.pair_distance * out_strides.feature, count, tile.cos, tile.sin);
+    }
+  }
+}
+
 template <class Element>
 void rope_pool_tokens(const CpuLaunch& launch, i64 begin, i64 end) {
   using Storage = typename Element::storage;
   using Tile = AngleTile<typename Element::compute>;
   const RopePoolParams& p = launch.params;
-  const i64 half = p.head_dim / 2;
+  const i64 rotary_dim = 2 * p.num_pairs;
   Tile tile;
 
-  const auto rotate_heads = [&](const void* in, const RowStrides& in_strides, void* out,
-                                const RowStrides& out_strides, i64 num_heads, i64 token, i64 first,
-                                i64 count) {
-    const Storage* from =
-        static_cast<const Storage*>(in) + token * in_strides.token + first * in_strides.feature;
-    Storage* to =
-        static_cast<Storage*>(out) + token * out_strides.token + first * out_strides.feature;
+  const auto* q = static_cast<const Storage*>(launch.q);
+  const auto* k = static_cast<const Storage*>(launch.k);
+  const auto* v = static_cast<const Storage*>(launch.v);
+  auto* q_rot = static_cast<Storage*>(launch.q_rot);
+  auto* k_rot = static_cast<Storage*>(launch.k_rot);
+
+  const auto copy_unrotated = [&](const Storage* in, const RowStrides& in_strides, Storage* out,
+                                  const RowStrides& out_strides, i64 num_heads) {
+    if (rotary_dim == p.head_dim || in == out) return;
     for (i64 head = 0; head < num_heads; ++head) {
-      rotate_row<Element>(from + head * in_strides.head, in_strides.feature,
-                          to + head * out_strides.head, out_strides.feature, half, count, tile.cos,
-                          tile.sin);
+      copy_row(in + head * in_strides.head + rotary_dim * in_strides.feature, in_strides.feature,
+               out + head * out_strides.head + rotary_dim * out_strides.feature,
+               out_strides.feature, p.head_dim - rotary_dim);
     }
   };
-  const auto store_heads = [&](const void* in, const RowStrides& in_strides, i64 token, void* pool,
-                               const RowStrides& pool_strides, i64 slot) {
-    const Storage* from = static_cast<const Storage*>(in) + token * in_strides.token;
-    Storage* to = static_cast<Storage*>(pool) + slot * pool_strides.token;
+  const auto store_row = [&](const Storage* in, const RowStrides& in_strides, void* pool,
+                             const PoolStrides& pool_strides, i64 slot) {
+    Storage* out = static_cast<Storage*>(pool) + slot / p.page_size * pool_strides.page +
+                   slot % p.page_size * pool_strides.row;
     for (i64 head = 0; head < p.num_kv_heads; ++head) {
-      copy_row(from + head * in_strides.head, in_strides.feature, to + head * pool_strides.head,
+      copy_row(in + head * in_strides.head, in_strides.feature, out + head * pool_strides.head,
                pool_strides.feature, p.head_dim);
     }
   };
 
   for (i64 token = begin; token < end; ++token) {
-    const i64 position = launch.positions[token];
-    for (i64 first = 0; first < half; first += Tile::kPairs) {
-      const i64 count = std::min(Tile::kPairs, half - first);
-      fill_angles(tile, position, *launch.table, first, count);
-      rotate_heads(launch.q, p.q, launch.q_rot, p.q_rot, p.num_qo_heads, token, first, count);
-      rotate_heads(launch.k, p.k, launch.k_rot, p.k_rot, p.num_kv_heads, token, first, count);
+    const Storage* token_q = q + token * p.q.token;
+    const Storage* token_k = k + token * p.k.token;
+    Storage* token_q_rot = q_rot + token * p.q_rot.token;
+    Storage* token_k_rot = k_rot + token * p.k_rot.token;
+    for (i64 first = 0; first < p.num_pairs; first += Tile::kPairs) {
+      const i64 count = std::min(Tile::kPairs, p.num_pairs - first);
+      fill_tile(tile, launch, token, first, count);
+      rotate_heads<Element>(p, token_q, p.q, token_q_rot, p.q_rot, p.num_qo_heads, first, count,
+                            tile);
+      rotate_heads<Element>(p, token_k, p.k, token_k_rot, p.k_rot, p.num_kv_heads, first, count,
+                            tile);
     }
-    const i64 slot = launch.slots[token];
+    copy_unrotated(token_q, p.q, token_q_rot, p.q_rot, p.num_qo_heads);
+    copy_unrotated(token_k, p.k, token_k_rot, p.k_rot, p.num_kv_heads);
+
+    const i64 slot = launch.slots.at(0, token);
     if (slot < 0) continue;
-    store_heads(launch.k_rot, p.k_rot, token, launch.k_pool, p.k_pool, slot);
-    store_heads(launch.v, p.v, token, launch.v_pool, p.v_pool, slot);
+    store_row(token_k_rot, p.k_rot, launch.k_pool, p.k_pool, slot);
+    store_row(v + token * p.v.token, p.v, launch.v_pool, p.v_pool, slot);
   }
 }
 
