@@ -32,15 +32,15 @@ def rope_pool_fused(
     mrope_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`torch_ropepool.rope_pool_fused` for valid arguments: same results, same effect on the pools."""
-    num_pairs = (head_dim if rotary_dim is None else rotary_dim) // 2
-    turns = turns_of_inv_freq(inv_freq) if inv_freq is not None else turns_of_base(rope_base, num_pairs)
-    if mrope_section is None:
-        pair_positions = positions[:, None]
-    else:
-        pair_positions = positions[mrope_axes(num_pairs, mrope_section, mrope_interleaved)].T
-    cos, sin = cos_sin(pair_positions, turns)
-    cos, sin = attention_scaling * cos, attention_scaling * sin
-
+    cos, sin = cos_sin(
+        positions,
+        head_dim if rotary_dim is None else rotary_dim,
+        rope_base=rope_base,
+        inv_freq=inv_freq,
+        attention_scaling=attention_scaling,
+        mrope_section=mrope_section,
+        mrope_interleaved=mrope_interleaved,
+    )
     q_rot = rotate(q, cos, sin, interleaved)
     k_rot = rotate(k, cos, sin, interleaved)
     for token, slot in enumerate(slots.tolist()):  # in order: of two tokens with one slot, the later wins
@@ -69,22 +69,35 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     return rotated
 
 
-def cos_sin(positions: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each token's angles, float64 `[num_tokens, num_pairs]`.
+def cos_sin(
+    positions: Tensor,  # [num_tokens], or [3, num_tokens] with mrope_section
+    rotary_dim: int,
+    *,
+    rope_base: float | None = None,
+    inv_freq: Tensor | None = None,  # [rotary_dim / 2]
+    attention_scaling: float = 1.0,
+    mrope_section: Sequence[int] | None = None,
+    mrope_interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each token's angles, float64 `[num_tokens, rotary_dim / 2]` on the CPU.
 
     An angle, position * frequency, is first formed as a fraction of a turn in 64-bit integers. Their
     product wraps around at whole turns, so it is exact where floating point would not be.
-
-    `positions`: `[num_tokens, 1 or num_pairs]`; `turns`: from one of the two functions below.
     """
-    position, (high, low) = positions.to("cpu", torch.int64), turns
+    num_pairs = rotary_dim // 2
+    high, low = turns_of_inv_freq(inv_freq) if inv_freq is not None else turns_of_base(rope_base, num_pairs)
+    position = positions.to("cpu", torch.int64)
+    if mrope_section is None:
+        position = position[:, None]
+    else:
+        position = position[mrope_axes(num_pairs, mrope_section, mrope_interleaved)].T
     phase = position * high + (position >> 32) * low + ((position & 0xFFFFFFFF) * low >> 32)
     angle = phase.double() * (2 * torch.pi / 2**64)
-    return angle.cos(), angle.sin()
+    return attention_scaling * angle.cos(), attention_scaling * angle.sin()
 
 
 @lru_cache(maxsize=16)
-def turns_of_base(rope_base: float, num_pairs: int) -> Tensor:
+def turns_of_base(rope_base: float | None, num_pairs: int) -> Tensor:
     """Turns per position, `rope_base ** (-i / num_pairs) / 2 pi` (RoFormer, arXiv 2104.09864, 3.2.2).
 
     Int64 `[2, num_pairs]`: in units of 2^-64 turn, and the rest in units of 2^-96. Whole turns dropped.
