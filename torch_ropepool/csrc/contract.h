@@ -25,6 +25,7 @@ struct TensorView {
   const std::int64_t* strides;  // [ndim], in elements
   std::int64_t storage_offset;  // in elements
   std::int64_t storage_bytes;
+  std::uint64_t byte_extent;  // of what the tensor spans, 0 when it is empty
   std::int32_t device_type;   // torch's number for it
   std::int32_t device_index;  //
   std::int32_t scalar_type;   // torch's number for the dtype, for messages

@@ -82,6 +82,10 @@ class BoundedSum {
   int steps_ = 0;
 };
 
+std::uint64_t extent_of(const View& view) {
+  return byte_extent(view.itemsize, view.ndim, view.sizes, view.strides);
+}
+
 Term term_of(const View& view, std::int64_t d) {
   return {static_cast<std::uint64_t>(view.strides[d]),
           static_cast<std::uint64_t>(view.sizes[d] - 1)};
@@ -89,18 +93,20 @@ Term term_of(const View& view, std::int64_t d) {
 
 }  // namespace
 
-std::uint64_t byte_extent(const View& view) {
+std::uint64_t byte_extent(std::int64_t itemsize, std::int64_t ndim, const std::int64_t* sizes,
+                          const std::int64_t* strides) {
   std::uint64_t last_element = 0;
-  for (std::int64_t d = 0; d < view.ndim; ++d) {
-    if (view.sizes[d] == 0) return 0;
-    last_element += static_cast<std::uint64_t>((view.sizes[d] - 1) * view.strides[d]);
+  for (std::int64_t d = 0; d < ndim; ++d) {
+    if (sizes[d] == 0) return 0;
+    last_element +=
+        static_cast<std::uint64_t>(sizes[d] - 1) * static_cast<std::uint64_t>(strides[d]);
   }
-  return (last_element + 1) * static_cast<std::uint64_t>(view.itemsize);
+  return (last_element + 1) * static_cast<std::uint64_t>(itemsize);
 }
 
 Overlap overlap(const View& a, const View& b) {
-  const std::uint64_t a_extent = byte_extent(a);
-  const std::uint64_t b_extent = byte_extent(b);
+  const std::uint64_t a_extent = extent_of(a);
+  const std::uint64_t b_extent = extent_of(b);
   if (a_extent == 0 || b_extent == 0) return Overlap::kNo;
   if (a.address + a_extent <= b.address || b.address + b_extent <= a.address) return Overlap::kNo;
 
@@ -119,7 +125,7 @@ Overlap overlap(const View& a, const View& b) {
 }
 
 Overlap self_overlap(const View& view) {
-  if (byte_extent(view) == 0) return Overlap::kNo;
+  if (extent_of(view) == 0) return Overlap::kNo;
   Term terms[kMaxDims];
   int count = 0;
   for (std::int64_t d = 0; d < view.ndim; ++d) {

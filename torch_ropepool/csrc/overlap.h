@@ -17,8 +17,9 @@ constexpr std::int64_t kMaxDims = 4;  // a paged pool
 
 enum class Overlap : int { kNo = 0, kYes = 1, kUndecided = 2 };
 
-// The bytes that a view touches lie in [address, address + byte_extent); 0 when it is empty.
-std::uint64_t byte_extent(const View& view);
+// The bytes that a view touches lie in [address, address + byte_extent). 0 when it is empty.
+std::uint64_t byte_extent(std::int64_t itemsize, std::int64_t ndim, const std::int64_t* sizes,
+                          const std::int64_t* strides);
 
 // Whether a byte belongs to both views.
 Overlap overlap(const View& a, const View& b);

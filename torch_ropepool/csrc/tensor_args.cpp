@@ -106,6 +106,7 @@ TensorView view_of(AtenTensorHandle tensor, const char* name) {
   view.strides = strides;
   view.dtype = dtype_of(view.scalar_type);
   view.itemsize = static_cast<std::int64_t>(aoti_torch_dtype_element_size(view.scalar_type));
+  view.byte_extent = byte_extent(view.itemsize, view.ndim, sizes, strides);
   return view;
 }
 
