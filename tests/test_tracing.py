@@ -1,0 +1,338 @@
+"""The ops in graphs: schemas, exported and compiled graphs, symbolic sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from checks import assert_same_bits
+from expecttest import assert_expected_inline
+from sample import OPS, TENSOR_NAMES, Sample, bits, make_sample
+from torch._inductor.utils import fresh_inductor_cache
+from torch.fx.experimental.proxy_tensor import make_fx
+
+BACKENDS = ("eager", "aot_eager", "inductor")
+PUBLIC_OPS = ("rope_pool_fused", "rope_pool_fused_")
+KWARGS = make_sample().kwargs
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Inductor's caches do not see a change of a composite or of a fake kernel."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with fresh_inductor_cache():
+        yield
+
+
+def module_of(op: str, kwargs: dict[str, object]) -> torch.nn.Module:
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v, positions, slots, k_pool, v_pool):
+            return OPS[op](q, k, v, positions, slots, k_pool, v_pool, **kwargs)
+
+    return Module()
+
+
+def graph_text(module: torch.fx.GraphModule) -> str:
+    """The graph's code without comments and the lines that free names."""
+    lines = [line.split("#")[0].split(";  ")[0].rstrip() for line in module.code.strip().splitlines()]
+    return "\n".join(line for line in lines if line)
+
+
+def assert_equal_calls(got: Sample, want: Sample) -> None:
+    for a, b in zip(got.args, want.args, strict=True):
+        assert_same_bits(a, b)
+
+
+# ---- Exact texts
+
+
+def test_schemas():
+    assert_expected_inline(
+        "\n".join(str(op.default._schema) for op in OPS.values()),
+        """\
+ropepool::rope_pool_fused(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor slots, Tensor(a!) k_pool, Tensor(b!) v_pool, *, SymInt head_dim, SymInt num_qo_heads, SymInt num_kv_heads, float? rope_base=None, Tensor? inv_freq=None, float attention_scaling=1., SymInt? rotary_dim=None, bool interleaved=False, SymInt? page_size=None, int[]? mrope_section=None, bool mrope_interleaved=False) -> (Tensor q_rot, Tensor k_rot, Tensor(a!) k_pool_new, Tensor(b!) v_pool_new)
+ropepool::_rope_pool_fused(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor slots, Tensor(a!) k_pool, Tensor(b!) v_pool, *, SymInt head_dim, SymInt num_qo_heads, SymInt num_kv_heads, float? rope_base=None, Tensor? inv_freq=None, float attention_scaling=1., SymInt? rotary_dim=None, bool interleaved=False, SymInt? page_size=None, int[]? mrope_section=None, bool mrope_interleaved=False) -> (Tensor q_rot, Tensor k_rot)
+ropepool::rope_pool_fused_(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor positions, Tensor slots, Tensor(c!) k_pool, Tensor(d!) v_pool, *, SymInt head_dim, SymInt num_qo_heads, SymInt num_kv_heads, float? rope_base=None, Tensor? inv_freq=None, float attention_scaling=1., SymInt? rotary_dim=None, bool interleaved=False, SymInt? page_size=None, int[]? mrope_section=None, bool mrope_interleaved=False) -> ()""",
+    )
+
+
+def exported(op: str, *, strict: bool) -> torch.export.ExportedProgram:
+    call = make_sample()
+    num_tokens = torch.export.Dim("num_tokens")
+    dynamic = {name: {0: num_tokens} for name in ("q", "k", "v", "positions", "slots")}
+    return torch.export.export(
+        module_of(op, call.kwargs),
+        call.args,
+        dynamic_shapes={name: dynamic.get(name) for name in TENSOR_NAMES},
+        strict=strict,
+    )
+
+
+def test_exported_graph():
+    assert_expected_inline(
+        graph_text(exported("rope_pool_fused", strict=False).graph_module),
+        """\
+def forward(self, q, k, v, positions, slots, k_pool, v_pool):
+    rope_pool_fused = torch.ops.ropepool.rope_pool_fused.default(q, k, v, positions, slots, k_pool, v_pool, head_dim = 64, num_qo_heads = 4, num_kv_heads = 2, rope_base = 10000.0)
+    getitem = rope_pool_fused[0]
+    getitem_1 = rope_pool_fused[1]
+    getitem_2 = rope_pool_fused[2]
+    getitem_3 = rope_pool_fused[3]
+    return (getitem, getitem_1, getitem_2, getitem_3)""",
+    )
+
+
+def test_exported_graph_strict():
+    assert_expected_inline(
+        graph_text(exported("rope_pool_fused", strict=True).graph_module),
+        """\
+def forward(self, q, k, v, positions, slots, k_pool, v_pool):
+    rope_pool_fused = torch.ops.ropepool.rope_pool_fused.default(q, k, v, positions, slots, k_pool, v_pool, head_dim = 64, num_qo_heads = 4, num_kv_heads = 2, rope_base = 10000.0)
+    getitem = rope_pool_fused[0]
+    getitem_1 = rope_pool_fused[1]
+    getitem_2 = rope_pool_fused[2]
+    getitem_3 = rope_pool_fused[3]
+    return (getitem, getitem_1, getitem_2, getitem_3)""",
+    )
+
+
+def test_exported_graph_in_place():
+    assert_expected_inline(
+        graph_text(exported("rope_pool_fused_", strict=False).graph_module),
+        """\
+def forward(self, q, k, v, positions, slots, k_pool, v_pool):
+    rope_pool_fused_ = torch.ops.ropepool.rope_pool_fused_.default(q, k, v, positions, slots, k_pool, v_pool, head_dim = 64, num_qo_heads = 4, num_kv_heads = 2, rope_base = 10000.0)
+    return (None,)""",
+    )
+
+
+def test_decomposed_graph():
+    """Functional: what mutates is the primitive, and only the pools."""
+    program = exported("rope_pool_fused", strict=False).run_decompositions()
+    assert_expected_inline(
+        graph_text(program.graph_module),
+        """\
+def forward(self, q, k, v, positions, slots, k_pool, v_pool):
+    auto_functionalized_v2 = torch.ops.higher_order.auto_functionalized_v2(torch.ops.ropepool._rope_pool_fused.default, q = q, k = k, v = v, positions = positions, slots = slots, head_dim = 64, num_qo_heads = 4, num_kv_heads = 2, rope_base = 10000.0, inv_freq = None, attention_scaling = 1.0, rotary_dim = None, interleaved = False, page_size = None, mrope_section = None, mrope_interleaved = False, _k_pool_base_index = 0, _v_pool_base_index = 1, _all_bases = [k_pool, v_pool])
+    getitem = auto_functionalized_v2[0]
+    getitem_1 = auto_functionalized_v2[1]
+    getitem_2 = auto_functionalized_v2[2]
+    getitem_3 = auto_functionalized_v2[3]
+    return (getitem_2, getitem_3, getitem, getitem_1, getitem_2, getitem_3)""",
+    )
+    assert_expected_inline(
+        str(program.graph_signature.user_inputs_to_mutate),
+        """{'getitem_2': 'k_pool', 'getitem_3': 'v_pool'}""",
+    )
+
+
+def test_make_fx_graph_in_place():
+    call = make_sample()
+    graph = make_fx(lambda *args: OPS["rope_pool_fused_"](*args, **call.kwargs))(*call.args)
+    assert_expected_inline(
+        graph_text(graph),
+        """\
+def forward(self, arg0_1, arg1_1, arg2_1, arg3_1, arg4_1, arg5_1, arg6_1):
+    rope_pool_fused_ = torch.ops.ropepool.rope_pool_fused_.default(arg0_1, arg1_1, arg2_1, arg3_1, arg4_1, arg5_1, arg6_1, head_dim = 64, num_qo_heads = 4, num_kv_heads = 2, rope_base = 10000.0)
+    return None""",
+    )
+
+
+# ---- Results in graphs
+
+
+@torch.no_grad()
+def assert_compiles(function, call: Sample, **options) -> None:
+    """The compiled function leaves the same bits in its arguments and gives the same results as eager."""
+    compiled = torch.compile(function, fullgraph=True, **options)
+    want, got = call.clone(), call.clone()
+    for a, b in zip(compiled(*got.args), function(*want.args), strict=True):
+        assert_same_bits(a, b)
+    assert_equal_calls(got, want)
+
+
+def symbolic_sizes(op: str):
+    """The op with its sizes taken from the tensors, among other operations, and the pools read after it."""
+
+    def function(q, k, v, positions, slots, k_pool, v_pool):
+        q, k = q * 2, k + 1
+        result = OPS[op](
+            q,
+            k,
+            v,
+            positions,
+            slots,
+            k_pool,
+            v_pool,
+            head_dim=q.shape[2],
+            num_qo_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            rope_base=10000.0,
+        )
+        if result is not None:
+            q, k = result[:2]
+        return q + 0.5, k, k_pool[slots.long()] * 2, v_pool.amax()
+
+    return function
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(op, backend, dynamic):
+    assert_compiles(symbolic_sizes(op), make_sample(), backend=backend, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@torch.no_grad()
+def test_token_counts_share_a_graph(op):
+    compiled = torch.compile(symbolic_sizes(op), fullgraph=True, dynamic=True)
+    for num_tokens in (5, 2, 7, 0, 1):
+        call = make_sample(num_tokens)
+        for name in ("q", "k", "v", "positions", "slots"):
+            torch._dynamo.mark_dynamic(getattr(call, name), 0)
+        want = call.clone()
+        for a, b in zip(compiled(*call.args), symbolic_sizes(op)(*want.args), strict=True):
+            assert_same_bits(a, b)
+        assert_equal_calls(call, want)
+    # Sizes 0 and 1 may have a graph each; all others share one.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@torch.no_grad()
+def test_unbacked_token_count(op):
+    """The tokens that a mask picks: their number is known at run time only."""
+
+    def function(mask, q, k, v, positions, slots, k_pool, v_pool):
+        chosen = mask.nonzero()[:, 0]
+        q, k, v, positions, slots = (t.index_select(0, chosen) for t in (q, k, v, positions, slots))
+        return symbolic_sizes(op)(q, k, v, positions, slots, k_pool, v_pool)
+
+    call = make_sample()
+    mask = torch.tensor([1, 0, 1, 1, 0, 0, 1]).bool()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(function, fullgraph=True)
+        want, got = call.clone(), call.clone()
+        for a, b in zip(compiled(mask, *got.args), function(mask, *want.args), strict=True):
+            assert_same_bits(a, b)
+    assert_equal_calls(got, want)
+
+
+@torch.no_grad()
+def test_error_in_a_compiled_function():
+    call = make_sample().with_(num_qo_heads=2, num_kv_heads=4)
+    compiled = torch.compile(module_of("rope_pool_fused", call.kwargs), fullgraph=True)
+    with pytest.raises(RuntimeError, match="num_qo_heads and num_kv_heads look swapped"):
+        compiled(*call.args)
+
+
+@torch.no_grad()
+def test_slot_out_of_range_in_a_compiled_function():
+    call = make_sample()
+    compiled = torch.compile(module_of("rope_pool_fused", call.kwargs), fullgraph=True)
+    compiled(*call.clone().args)
+    call.slots[2] = 32
+    before = call.clone()
+    with pytest.raises(IndexError, match=r"slots\[2\] is 32, out of range for pool_size 32"):
+        compiled(*call.args)
+    assert_equal_calls(call, before)
+
+
+# ---- What torch's compiler gets wrong, unless the op is careful (DESIGN: pytorch#198068, #198031)
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("buffers", ["one", "two"])
+@torch.no_grad()
+def test_pools_as_views_of_a_layer(op, backend, buffers):
+    """Layer 1 alone, so that a lost offset shows. With one buffer and with two, which do not overlap."""
+
+    def function(q, k, v, positions, slots, k_buffer, v_buffer):
+        k_pool, v_pool = (k_buffer[1, 0], k_buffer[1, 1]) if buffers == "one" else (k_buffer[1], v_buffer[1])
+        return symbolic_sizes(op)(q, k, v, positions, slots, k_pool, v_pool)
+
+    shape = (3, 2, 32, 2, 64) if buffers == "one" else (3, 32, 2, 64)
+    generator = torch.Generator().manual_seed(1)
+    call = make_sample().with_(
+        k_pool=torch.randn(shape, generator=generator), v_pool=torch.randn(shape, generator=generator)
+    )
+    assert_compiles(function, call, backend=backend, dynamic=True)
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dynamic", [False, True])
+@torch.no_grad()
+def test_pools_passed_as_views_of_a_layer(op, backend, dynamic):
+    """The views are made outside the graph."""
+    buffer = torch.randn(3, 2, 32, 2, 64, generator=torch.Generator().manual_seed(1))
+    call = make_sample()
+    want, got = buffer.clone(), buffer.clone()
+    function = symbolic_sizes(op)
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+    a = compiled(*call.with_(k_pool=got[1, 0], v_pool=got[1, 1]).args)
+    b = function(*call.with_(k_pool=want[1, 0], v_pool=want[1, 1]).args)
+    for x, y in zip(a, b, strict=True):
+        assert_same_bits(x, y)
+    assert torch.equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7])
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_clones_of_views_as_q_and_k(op, dynamic, num_tokens):
+    """A clone of a view with an offset, then mutated: torch would compute on the view's base."""
+
+    def function(q, k, v, positions, slots, k_pool, v_pool):
+        q, k = q[3 : 3 + num_tokens].clone(), k[3 : 3 + num_tokens].clone()
+        v, positions, slots = v[:num_tokens], positions[:num_tokens], slots[:num_tokens]
+        result = OPS[op](q, k, v, positions, slots, k_pool, v_pool, **KWARGS)
+        return (q, k) if result is None else result[:2]
+
+    assert_compiles(function, make_sample(12), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@pytest.mark.parametrize("dynamic", [False, True])
+@torch.no_grad()
+def test_clones_of_pool_rows_as_k_and_v(op, dynamic):
+    """Inductor drops such clones (pytorch#198031), so that k and v are what the op writes to: refused.
+
+    A torch that keeps them will fail this test, and then the result must be the eager one.
+    """
+
+    def function(q, k, v, positions, slots, k_pool, v_pool):
+        k, v = k_pool[4:11].clone(), v_pool[4:11].clone()
+        result = OPS[op](q, k, v, positions, slots, k_pool, v_pool, **KWARGS)
+        return (q, k) if result is None else result[:2]
+
+    call = make_sample()
+    before = call.clone()
+    with pytest.raises((RuntimeError, ValueError), match="k_pool and k must not overlap"):
+        torch.compile(function, fullgraph=True, dynamic=dynamic)(*call.args)
+    assert_equal_calls(call, before)
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+def test_the_same_pool_twice_in_order(op):
+    def function(q, k, v, positions, slots, k_pool, v_pool):
+        first, second = q.clone(), q + 1
+        OPS[op](first, k.clone(), v, positions, slots, k_pool, v_pool, **KWARGS)
+        between = k_pool.clone()
+        OPS[op](second, k * 2, -v, positions, slots.flip(0), k_pool, v_pool, **KWARGS)
+        return first, second, between
+
+    assert_compiles(function, make_sample())
+
+
+def test_returned_pools_are_the_pools():
+    def function(q, k, v, positions, slots, k_pool, v_pool):
+        *_, k_new, v_new = OPS["rope_pool_fused"](q, k, v, positions, slots, k_pool, v_pool, **KWARGS)
+        k_new.mul_(2)
+        return k_new + v_new, k_pool.amax()
+
+    assert_compiles(function, make_sample())
