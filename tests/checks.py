@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from sample import Sample, bits, spacing
 from torch import Tensor
@@ -10,6 +13,16 @@ from torch_ropepool import reference
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 ANGLE_KWARGS = ("rope_base", "inv_freq", "attention_scaling", "mrope_section", "mrope_interleaved")
+
+
+@contextmanager
+def threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def assert_same_bits(got: Tensor, want: Tensor) -> None:
@@ -72,10 +85,11 @@ def stored(before: Sample, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     return k_pool, v_pool
 
 
-def check(call: Sample, op: str = "rope_pool_fused") -> None:
+def check(call: Sample, op: str = "rope_pool_fused", num_threads: int = 1) -> None:
     """Runs the op: outputs against the reference, pools and all that must not change bit for bit."""
     before = call.clone()
-    q_rot, k_rot, k_pool, v_pool = call.run(op)
+    with threads(num_threads):
+        q_rot, k_rot, k_pool, v_pool = call.run(op)
     assert q_rot.dtype == k_rot.dtype == before.q.dtype
     assert_rotated(q_rot, before.q, before)
     assert_rotated(k_rot, before.k, before)

@@ -1,13 +1,14 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-import torch
 
 import torch_ropepool  # noqa: F401  (registers the ops before any test module looks them up)
 
 
-@pytest.fixture
-def set_num_threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tests of threads say how many. Elsewhere the oracle's small torch ops are slower with more."""
+    from checks import threads
+
+    with threads(1):
+        yield

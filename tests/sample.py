@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +43,10 @@ class Sample:
         tensors = {name: value for name, value in changes.items() if name in TENSOR_NAMES}
         keywords = {name: value for name, value in changes.items() if name not in TENSOR_NAMES}
         return replace(self, **tensors, kwargs={**self.kwargs, **keywords})
+
+    def map(self, convert: Callable[[Tensor], Tensor]) -> Sample:
+        """The same call on what `convert` makes of each tensor."""
+        return Sample(*(convert(t) for t in self.args), kwargs=dict(self.kwargs))
 
     def run(self, op: str = "rope_pool_fused") -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Calls one of the three ops. Returns what the fused op returns, whichever it was."""
@@ -90,3 +97,140 @@ def make_sample(
 def bits(t: Tensor) -> Tensor:
     """The tensor's elements as integers, for comparisons that tell -0.0 from 0.0 and NaN from NaN."""
     return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize])
+
+
+@dataclass
+class ViewSpec:
+    """One argument as a view of a buffer. Specs that name the same buffer share its memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    buffer: str
+    strides: tuple[int, ...] | None = None  # contiguous
+    offset: int = 0  # in elements
+    device: str = "cpu"
+    storage_bytes: int | None = None  # what the buffer is cut to afterwards
+
+    @property
+    def end(self) -> int:
+        """The byte after the last that the view touches."""
+        if 0 in self.shape:
+            return 0
+        strides = contiguous_strides(self.shape) if self.strides is None else self.strides
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize
+
+
+@dataclass
+class CallSpec:
+    """How to build a call, so that the same one can be built on several devices."""
+
+    views: dict[str, ViewSpec]
+    kwargs: dict[str, Any]
+
+    def build(self, device: str = "cpu", *, slot: int = 1) -> Sample:
+        """The call on small positive numbers, every token stored to one slot."""
+        buffers: dict[str, Tensor] = {}
+        for name in {view.buffer for view in self.views.values()}:
+            views = [view for view in self.views.values() if view.buffer == name]
+            size = -(-max(view.end for view in views) // 16) * 16  # a multiple of every itemsize
+            on = views[0].device if device == "cpu" else device
+            if on == "meta":
+                buffers[name] = torch.empty(size, dtype=torch.uint8, device=on)
+                continue
+            # Bytes below 64 are finite numbers in every dtype.
+            words = torch.arange(1, size // 8 + 1) * 0x1E3779B97F4A7C15
+            buffers[name] = (words & 0x3F3F3F3F3F3F3F3F).view(torch.uint8)
+        tensors = {}
+        for name, view in self.views.items():
+            strides = contiguous_strides(view.shape) if view.strides is None else view.strides
+            buffer = buffers[view.buffer].view(view.dtype)
+            tensors[name] = buffer.as_strided(view.shape, strides, view.offset)
+        slots, view = tensors["slots"], self.views["slots"]
+        if slots.device.type == "cpu" and slots.dtype in (torch.int32, torch.int64):
+            whole = buffers[view.buffer].view(view.dtype)
+            elements = torch.arange(len(whole)).as_strided(slots.shape, slots.stride(), view.offset)
+            whole[elements.flatten()] = slot  # also where the view is expanded
+        for view in self.views.values():
+            if view.storage_bytes is not None:
+                buffers[view.buffer].untyped_storage().resize_(view.storage_bytes)
+        return Sample(**tensors, kwargs=dict(self.kwargs))
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for d in reversed(range(len(shape) - 1)):
+        strides[d] = strides[d + 1] * max(shape[d + 1], 1)
+    return tuple(strides)
+
+
+def make_spec(
+    num_tokens: int = 4,
+    num_qo_heads: int = 8,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    pool_size: int = 128,
+    *,
+    dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int32,
+    rope_base: float = 10000.0,
+) -> CallSpec:
+    """A good call, every tensor contiguous in a buffer of its own."""
+    shapes = {
+        "q": (num_tokens, num_qo_heads, head_dim),
+        "k": (num_tokens, num_kv_heads, head_dim),
+        "v": (num_tokens, num_kv_heads, head_dim),
+        "positions": (num_tokens,),
+        "slots": (num_tokens,),
+        "k_pool": (pool_size, num_kv_heads, head_dim),
+        "v_pool": (pool_size, num_kv_heads, head_dim),
+    }
+    return CallSpec(
+        {
+            name: ViewSpec(shape, index_dtype if len(shape) == 1 else dtype, name)
+            for name, shape in shapes.items()
+        },
+        {
+            "head_dim": head_dim,
+            "num_qo_heads": num_qo_heads,
+            "num_kv_heads": num_kv_heads,
+            "rope_base": rope_base,
+        },
+    )
+
+
+def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 rounded to nearest even, once. (`x.to(dtype)` rounds twice for halves: by way of float32.)"""
+    if dtype == torch.float64:
+        return x
+    with np.errstate(over="ignore"):  # to infinity, as rounding does
+        if dtype == torch.float16:
+            return torch.from_numpy(x.numpy().astype(np.float16))
+        if dtype == torch.bfloat16:
+            step = spacing(x, dtype).numpy()
+            x = torch.from_numpy(np.rint(x.numpy() / step) * step)  # exact but for rint
+        return torch.from_numpy(x.numpy().astype(np.float32)).to(dtype)  # one rounding, then none
+
+
+def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A unit in the last place of `dtype` at each of the float64 numbers `x`, as float64."""
+    info = torch.finfo(dtype)
+    digits = round(-math.log2(info.eps)) + 1  # of the significand: 8 for bfloat16
+    smallest = round(math.log2(info.smallest_normal)) + 1 - digits  # exponent of the smallest step
+    _, exponent = np.frexp(x.numpy())
+    return torch.from_numpy(np.ldexp(1.0, np.maximum(exponent - digits, smallest)))
+
+
+def place(t: Tensor, strides: tuple[int, ...], offset: int = 0) -> Tensor:
+    """The same values as a view with these strides (in elements), in a buffer that is NaN elsewhere."""
+    last = offset + sum((size - 1) * stride for size, stride in zip(t.shape, strides, strict=True))
+    filler = float("nan") if t.is_floating_point() else -7
+    view = torch.full((last + 6,), filler, dtype=t.dtype).as_strided(t.shape, strides, offset)
+    return view.copy_(t)
+
+
+def around(view: Tensor) -> Tensor:
+    """Bits of the buffer that the view is part of, with the view's own elements zeroed."""
+    buffer = view._base.clone()
+    buffer.as_strided(view.shape, view.stride(), view.storage_offset()).zero_()
+    return bits(buffer)

@@ -67,7 +67,7 @@ def test_missing_library(package_copy):
     library_in(package_copy).unlink()
     assert_expected_inline(
         import_error(package_copy),
-        """torch_ropepool's compiled library is missing (PATH/torch_ropepool/librope_pool.so): build it for this machine and torch: pip install --no-build-isolation --force-reinstall --no-deps torch_ropepool""",  # noqa: E501
+        """torch_ropepool's compiled library is missing (PATH/torch_ropepool/librope_pool.so): build it for this machine and torch: pip install --no-build-isolation --force-reinstall --no-deps torch_ropepool""",
     )
 
 

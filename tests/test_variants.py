@@ -9,7 +9,7 @@ from typing import Any
 import mpmath
 import pytest
 import torch
-from checks import assert_same_bits, check, rotated
+from checks import assert_same_bits, check, rotated, threads
 from sample import OPS, Sample, bits, make_sample
 from torch import Tensor
 
@@ -123,13 +123,13 @@ def test_tiles_of_angles(mrope, rotary_dim):
 
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("op", OPS)
-def test_same_bits_at_any_thread_count(op, name, set_num_threads):
+def test_same_bits_at_any_thread_count(op, name):
     for value in VALUES[name]:
         call = apply(make_sample(300, head_dim=HEAD_DIM, pool_size=POOL_SIZE), **{name: value})
         results = []
         for num_threads in (1, 2):
-            set_num_threads(num_threads)
-            results.append(call.clone().run(op))
+            with threads(num_threads):
+                results.append(call.clone().run(op))
         for one, two in zip(*results, strict=True):
             assert_same_bits(one, two)
 

@@ -6,6 +6,7 @@ from ._library import library_path
 from ._version import __version__
 from .ops import rope_pool_fused, rope_pool_fused_
 from .pool import KVPool, PoolExhausted
+from .rope_parameters import rope_parameters
 
 __all__ = [
     "KVPool",
@@ -13,6 +14,7 @@ __all__ = [
     "__version__",
     "library_path",
     "reference",
+    "rope_parameters",
     "rope_pool_fused",
     "rope_pool_fused_",
 ]

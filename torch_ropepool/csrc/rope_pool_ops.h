@@ -46,15 +46,22 @@ class RopePoolOps {
   static void rope_pool_fused_(StableIValue* stack, std::uint64_t, std::uint64_t) {
     StackArgs call(stack);
     check(call, /*in_place=*/true);
-    Backend::launch(call.args, call.args.q, call.args.k);
+    launch(call, call.args.q, call.args.k);
+    record_write(call.q);
+    record_write(call.k);
   }
 
   static Rotated run_out_of_place(const StackArgs& call) {
     check(call, /*in_place=*/false);
     Rotated rotated = {empty_like(call.args.q), empty_like(call.args.k)};
-    Backend::launch(call.args, view_of(rotated.q.get(), "q_rot"),
-                    view_of(rotated.k.get(), "k_rot"));
+    launch(call, view_of(rotated.q.get(), "q_rot"), view_of(rotated.k.get(), "k_rot"));
     return rotated;
+  }
+
+  static void launch(const StackArgs& call, const TensorView& q_rot, const TensorView& k_rot) {
+    Backend::launch(call.args, q_rot, k_rot);
+    record_write(call.k_pool);
+    record_write(call.v_pool);
   }
 
   static void check(const StackArgs& call, bool in_place) {

@@ -36,12 +36,16 @@ StableIValue call_unary(const char* name, StableIValue tensor) {
   return tensor;
 }
 
+StableIValue new_reference(AtenTensorHandle tensor) {
+  AtenTensorHandle reference = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor, &reference));
+  return torch::stable::detail::from(reference);
+}
+
 // The C shim cannot ask this directly. In grad mode, a tensor requires grad exactly when an alias
 // of it is no leaf of the autograd graph.
 bool requires_grad(AtenTensorHandle tensor) {
-  AtenTensorHandle reference = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor, &reference));
-  const StableIValue alias = call_unary("aten::alias", torch::stable::detail::from(reference));
+  const StableIValue alias = call_unary("aten::alias", new_reference(tensor));
   return !torch::stable::detail::to<bool>(call_unary("aten::is_leaf", alias));
 }
 
@@ -118,6 +122,20 @@ OwnedTensor empty_like(const TensorView& tensor) {
                                                   tensor.scalar_type, tensor.device_type,
                                                   tensor.device_index, &handle));
   return OwnedTensor(handle);
+}
+
+void record_write(const OwnedTensor& tensor) {
+  using torch::stable::detail::to;
+  if (!aoti_torch_grad_mode_is_enabled()) return;
+  // Tensors made in inference mode have no version to raise.
+  if (to<bool>(call_unary("aten::is_inference", new_reference(tensor.get())))) return;
+  // An in-place operation on no element of it raises the version, and does nothing else.
+  const std::int64_t size = 0;
+  const std::int64_t stride = 1;
+  AtenTensorHandle nothing = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_as_strided(tensor.get(), &size, &stride, &nothing));
+  const OwnedTensor owned(nothing);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(nothing));
 }
 
 void require_no_grad(const StackArgs& stack_args) {

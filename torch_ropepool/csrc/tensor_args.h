@@ -36,6 +36,11 @@ TensorView view_of(AtenTensorHandle tensor, const char* name);
 // An uninitialized contiguous tensor of the same 3-D shape, dtype and device.
 OwnedTensor empty_like(const TensorView& tensor);
 
+// In grad mode, tells autograd that the tensor was written, so that a backward that needs its
+// former value raises. (A compiled kernel has to do this itself; outside of grad mode it costs too
+// much.)
+void record_write(const OwnedTensor& tensor);
+
 // With grad mode on, throws std::runtime_error for the first tensor that requires grad.
 void require_no_grad(const StackArgs& stack_args);
 

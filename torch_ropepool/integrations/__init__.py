@@ -1,0 +1,1 @@
+"""Integrations with other libraries. None is imported before it is asked for."""
