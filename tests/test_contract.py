@@ -395,7 +395,7 @@ k_pool packed
   hint: the heads of k_pool are packed; pass k_pool.view(128, 2, 64)
 v_pool paged
   rope_pool_fused expects pool tensors to be 3-D, got v_pool [8, 16, 2, 64]
-  hint: v_pool has a batch dimension; pass v_pool.flatten(0, 1)
+  hint: for a paged pool, pass page_size=16
 v_pool 1-D
   rope_pool_fused expects pool tensors to be 3-D, got v_pool [128]
 swapped head counts
@@ -921,9 +921,17 @@ def test_requires_grad_text_is_inside_the_error_of_compile(name: str, way: str, 
 
 @each_op
 @pytest.mark.parametrize("way", GRAD_WAYS_BELOW_AUTOGRAD)
-def test_requires_grad_is_refused_below_autograd(way: str, op: str) -> None:
-    error = error_of(lambda: GRAD_WAYS_BELOW_AUTOGRAD[way](op, with_grad("q")))
+def test_requires_grad_of_an_activation_is_refused_below_autograd(way: str, op: str) -> None:
+    sample = with_grad("q")
+    error = error_of(lambda: GRAD_WAYS_BELOW_AUTOGRAD[way](op, sample.with_(q=sample.q * 2)))
     assert error == ("RuntimeError", GRAD_TEXT.format(name="q"))
+
+
+@each_op
+@pytest.mark.parametrize("way", GRAD_WAYS_BELOW_AUTOGRAD)
+def test_requires_grad_of_a_leaf_is_not_seen_below_autograd(way: str, op: str) -> None:
+    """A limit of torch's C shim: when it can be asked, this fails, and the op should refuse."""
+    assert error_of(lambda: GRAD_WAYS_BELOW_AUTOGRAD[way](op, with_grad("q"))) is None
 
 
 @each_op

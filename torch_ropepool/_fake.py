@@ -216,7 +216,7 @@ class _View:
     """A tensor's place in its storage, where all of it is plain ints."""
 
     storage: int
-    storage_bytes: int
+    storage_bytes: int | None  # None where export knows it by symbols only
     offset: int  # in bytes
     itemsize: int
     sizes: tuple[int, ...]
@@ -226,11 +226,11 @@ class _View:
     def of(t: Tensor) -> _View | None:
         storage = t.untyped_storage()
         offset, storage_bytes = t.storage_offset(), storage.nbytes()
-        if not all(type(number) is int for number in (*t.shape, *t.stride(), offset, storage_bytes)):
+        if not all(type(number) is int for number in (*t.shape, *t.stride(), offset)):
             return None
         return _View(
             storage=storage._cdata,
-            storage_bytes=int(storage_bytes),
+            storage_bytes=storage_bytes if type(storage_bytes) is int else None,
             offset=int(offset) * t.itemsize,
             itemsize=t.itemsize,
             sizes=tuple(t.shape),
@@ -261,7 +261,9 @@ def _check_device(c: Call, name: str, t: Tensor) -> None:
 
 def _check_storage(name: str, t: Tensor) -> None:
     view = _View.of(t)
-    if view is not None and view.needed_bytes > view.storage_bytes:
+    if view is None or view.storage_bytes is None:
+        return
+    if view.needed_bytes > view.storage_bytes:
         raise ValueError(
             f"{name} needs a storage of {view.needed_bytes} bytes, got one of {view.storage_bytes}"
         )

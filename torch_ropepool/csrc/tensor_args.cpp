@@ -42,11 +42,16 @@ StableIValue new_reference(AtenTensorHandle tensor) {
   return torch::stable::detail::from(reference);
 }
 
+bool is_leaf(StableIValue tensor) {
+  return torch::stable::detail::to<bool>(call_unary("aten::is_leaf", tensor));
+}
+
 // The C shim cannot ask this directly. In grad mode, a tensor requires grad exactly when an alias
-// of it is no leaf of the autograd graph.
+// of it is no leaf of the autograd graph. (Below autograd, in a TorchDispatchMode, an alias shows
+// nothing. There only a tensor that is itself no leaf does.)
 bool requires_grad(AtenTensorHandle tensor) {
-  const StableIValue alias = call_unary("aten::alias", new_reference(tensor));
-  return !torch::stable::detail::to<bool>(call_unary("aten::is_leaf", alias));
+  return !is_leaf(new_reference(tensor)) ||
+         !is_leaf(call_unary("aten::alias", new_reference(tensor)));
 }
 
 OwnedTensor take_tensor(StableIValue value) {
