@@ -34,9 +34,14 @@ class Sample:
     def args(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in TENSOR_NAMES)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them: inv_freq too, where it is given."""
+        return (*self.args, *(value for value in self.kwargs.values() if isinstance(value, Tensor)))
+
     def clone(self) -> Sample:
         """The same call on memory of its own. Strides are kept."""
-        return Sample(*(t.clone() for t in self.args), kwargs=dict(self.kwargs))
+        return self.map(Tensor.clone)
 
     def with_(self, **changes: Any) -> Sample:
         """The same call with other tensors, or other keyword arguments."""
@@ -46,7 +51,9 @@ class Sample:
 
     def map(self, convert: Callable[[Tensor], Tensor]) -> Sample:
         """The same call on what `convert` makes of each tensor."""
-        return Sample(*(convert(t) for t in self.args), kwargs=dict(self.kwargs))
+        args = [convert(t) for t in self.args]
+        kwargs = {k: convert(v) if isinstance(v, Tensor) else v for k, v in self.kwargs.items()}
+        return Sample(*args, kwargs=kwargs)
 
     def run(self, op: str = "rope_pool_fused") -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Calls one of the three ops. Returns what the fused op returns, whichever it was."""
@@ -125,8 +132,13 @@ class ViewSpec:
 class CallSpec:
     """How to build a call, so that the same one can be built on several devices."""
 
-    views: dict[str, ViewSpec]
+    views: dict[str, ViewSpec]  # of TENSOR_NAMES, and of inv_freq if it is given
     kwargs: dict[str, Any]
+
+    def has_variants(self) -> bool:
+        """Whether a keyword argument with a default is given."""
+        required = {"head_dim", "num_qo_heads", "num_kv_heads", "rope_base"}
+        return "inv_freq" in self.views or not required.issuperset(self.kwargs)
 
     def build(self, device: str = "cpu", *, slot: int = 1) -> Sample:
         """The call on small positive numbers, every token stored to one slot."""
@@ -154,7 +166,8 @@ class CallSpec:
         for view in self.views.values():
             if view.storage_bytes is not None:
                 buffers[view.buffer].untyped_storage().resize_(view.storage_bytes)
-        return Sample(**tensors, kwargs=dict(self.kwargs))
+        arguments = {name: tensors.pop(name) for name in TENSOR_NAMES}
+        return Sample(**arguments, kwargs={**self.kwargs, **tensors})
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

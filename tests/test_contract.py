@@ -25,10 +25,11 @@ class Call(torch.nn.Module):
     def __init__(self, op: str, kwargs: dict) -> None:
         super().__init__()
         self.op = OPS[op]
-        self.kwargs = kwargs
+        self.kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
 
-    def forward(self, q, k, v, positions, slots, k_pool, v_pool):
-        return self.op(q, k, v, positions, slots, k_pool, v_pool, **self.kwargs)
+    def forward(self, q, k, v, positions, slots, k_pool, v_pool, inv_freq=None):
+        given = {} if inv_freq is None else {"inv_freq": inv_freq}
+        return self.op(q, k, v, positions, slots, k_pool, v_pool, **given, **self.kwargs)
 
 
 def as_fake(sample: Sample) -> Sample:
@@ -41,16 +42,16 @@ def run_cpu_kernel(op: str, s: Sample) -> None:
 
 
 def run_make_fx(op: str, s: Sample, mode: str) -> None:
-    make_fx(Call(op, s.kwargs), tracing_mode=mode)(*s.args)
+    make_fx(Call(op, s.kwargs), tracing_mode=mode)(*s.tensors)
 
 
 def run_export(op: str, s: Sample, strict: bool) -> None:
-    torch.export.export(Call(op, s.kwargs), s.args, strict=strict)
+    torch.export.export(Call(op, s.kwargs), s.tensors, strict=strict)
 
 
 def run_compile(op: str, s: Sample, backend: str) -> None:
     torch._dynamo.reset()
-    torch.compile(Call(op, s.kwargs), backend=backend)(*s.args)
+    torch.compile(Call(op, s.kwargs), backend=backend)(*s.tensors)
 
 
 # Ways of calling an op that raise the contract's own error.

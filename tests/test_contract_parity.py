@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from sample import OPS, TENSOR_NAMES, CallSpec, Sample, contiguous_strides, make_spec
+from sample import OPS, TENSOR_NAMES, CallSpec, Sample, ViewSpec, contiguous_strides, make_spec
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 SEED = 20250101
-NUM_CASES = 4000
+NUM_CASES = 8000
 FLOATS = ("q", "k", "v", "k_pool", "v_pool")
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 # There are no fake tensors of quantized dtypes.
@@ -163,6 +163,71 @@ def on_meta(r: random.Random, spec: CallSpec) -> None:
     spec.views[r.choice(TENSOR_NAMES)].device = "meta"
 
 
+# ---- Mutations of the keyword arguments with defaults
+
+
+def rotary_dim(r: random.Random, spec: CallSpec) -> None:
+    head_dim = spec.kwargs["head_dim"]
+    spec.kwargs["rotary_dim"] = r.choice([-2, 0, 1, 2, head_dim - 1, head_dim, head_dim, head_dim + 2])
+
+
+def attention_scaling(r: random.Random, spec: CallSpec) -> None:
+    spec.kwargs["attention_scaling"] = r.choice([0.0, 1.2, -1.0, 3.5e38, 1e39, float("nan"), float("-inf")])
+
+
+def pairs(r: random.Random, spec: CallSpec) -> None:
+    spec.kwargs[r.choice(["interleaved", "interleaved", "mrope_interleaved"])] = r.choice([False, True])
+
+
+def paged(r: random.Random, spec: CallSpec) -> None:
+    page_size = r.choice([1, 2, 3])
+    for name in ("k_pool", "v_pool"):
+        view = spec.views[name]
+        if len(view.shape) == 3:
+            view.shape, view.strides = (view.shape[0], page_size, *view.shape[1:]), None
+    spec.kwargs["page_size"] = r.choice([page_size, page_size, page_size, 0, -1, page_size + 1, None])
+
+
+def mrope(r: random.Random, spec: CallSpec) -> None:
+    half = spec.kwargs["head_dim"] // 2
+    section = r.choice([[half, 0, 0], [0, half, 0], [half - 1, 1, 0]])
+    spec.kwargs["mrope_section"] = r.choice(
+        [section, section, section, [half], [half, 1, -1], [half, 0, 1], None]
+    )
+    spec.kwargs["mrope_interleaved"] = r.choice([False, False, True])
+    view = spec.views["positions"]
+    view.shape, view.strides = (r.choice([3, 3, 3, 3, 2]), *view.shape[-1:]), None
+
+
+def inv_freq(r: random.Random, spec: CallSpec) -> None:
+    half = spec.kwargs["head_dim"] // 2
+    shape = r.choice([(half,), (half,), (half,), (half,), (half + 1,), (half, 1), ()])
+    dtype = r.choice([torch.float32, torch.float32, torch.float64, torch.float64, r.choice(UNQUANTIZED)])
+    spec.views["inv_freq"] = ViewSpec(shape, dtype, "inv_freq", offset=r.choice([0, 0, 3]))
+    if r.random() < 0.8:
+        spec.kwargs["rope_base"] = None
+
+
+def inv_freq_moved(r: random.Random, spec: CallSpec) -> None:
+    inv_freq(r, spec)
+    view = spec.views["inv_freq"]
+    view.buffer = spec.views[r.choice(TENSOR_NAMES)].buffer
+    view.offset = r.randrange(32)
+
+
+def inv_freq_otherwise(r: random.Random, spec: CallSpec) -> None:
+    inv_freq(r, spec)
+    view = spec.views["inv_freq"]
+    if r.random() < 0.5:
+        view.storage_bytes = max(0, view.end - r.choice([0, 1, 4]))
+    else:
+        view.strides = tuple(r.choice([0, 1, 2, 5]) for _ in view.shape)
+
+
+def no_frequencies(r: random.Random, spec: CallSpec) -> None:
+    spec.kwargs["rope_base"] = None
+
+
 MUTATIONS: list[Callable[[random.Random, CallSpec], None]] = [
     rank,
     packed_or_batched,
@@ -189,6 +254,21 @@ MUTATIONS: list[Callable[[random.Random, CallSpec], None]] = [
     offset,
     on_meta,
 ]
+VARIANTS: list[Callable[[random.Random, CallSpec], None]] = [
+    rotary_dim,
+    attention_scaling,
+    pairs,
+    paged,
+    paged,
+    mrope,
+    mrope,
+    inv_freq,
+    inv_freq,
+    inv_freq_moved,
+    inv_freq_moved,
+    inv_freq_otherwise,
+    no_frequencies,
+]
 
 
 def random_spec(r: random.Random) -> CallSpec:
@@ -201,13 +281,19 @@ def random_spec(r: random.Random) -> CallSpec:
         index_dtype=r.choice([torch.int32, torch.int64]),
         rope_base=r.choice([1e4, 5e5]),
     )
-    for mutation in r.choices(MUTATIONS, k=r.choice([1, 1, 2, 3])):
+    for mutation in r.choices(VARIANTS, k=r.choice([0, 0, 1, 2, 3])):
         mutation(r, spec)
+    if not spec.has_variants() or r.random() < 0.5:
+        for mutation in r.choices(MUTATIONS, k=r.choice([1, 1, 2, 3])):
+            mutation(r, spec)
     # A buffer has one device and is cut once.
     for view in spec.views.values():
         sharing = [other for other in spec.views.values() if other.buffer == view.buffer]
         view.device = sharing[0].device
         view.storage_bytes = next((v.storage_bytes for v in sharing if v.storage_bytes is not None), None)
+    if all(view.device == "meta" for view in spec.views.values()):  # no call for the CPU kernel
+        for view in spec.views.values():
+            view.device = "cpu"
     return spec
 
 
@@ -227,7 +313,7 @@ def outcome(call: Callable[[], object]) -> Outcome:
 
 def partition(sample: Sample) -> list[int]:
     """For each tensor, the first that has the same storage."""
-    storages = [t.untyped_storage()._cdata for t in sample.args]
+    storages = [t.untyped_storage()._cdata for t in sample.tensors]
     return [storages.index(storage) for storage in storages]
 
 
@@ -265,12 +351,12 @@ def run_case(number: int) -> Case:
     r = random.Random(SEED * 1_000_000 + number)
     spec = random_spec(r)
     op = r.choice(list(OPS))
-    slot = 0 if 0 not in spec.views["k_pool"].shape[:1] else -1  # always legal
+    slot = 0 if 0 not in spec.views["k_pool"].shape[:2] else -1  # always legal
     real = spec.build(slot=slot)
     meta_sample = spec.build("meta")
     # As FakeTensorMode.from_tensor makes them, in a tenth of the time, and a storage that was cut stays so.
     mode = FakeTensorMode()
-    devices = (torch.device(spec.views[name].device) for name in TENSOR_NAMES)
+    devices = (torch.device(view.device) for view in spec.views.values())  # in the order of map
     fake_sample = meta_sample.map(lambda t: FakeTensor(mode, t, next(devices)))
     assert partition(fake_sample) == partition(meta_sample) == partition(real)
 
@@ -323,17 +409,30 @@ PREFIXES = [
     "num_kv_heads must be at least 1",
     "rope_base must be finite and positive",
     "all tensors must be on one device",
-    *(f"{name} needs a storage of" for name in TENSOR_NAMES),
+    *(f"{name} needs a storage of" for name in (*TENSOR_NAMES, "inv_freq")),
     *(f"{name} must not overlap itself" for name in ("q", "k", "k_pool", "v_pool")),
     "k_pool and v_pool must not overlap",
     *(f"{pool} and {name} must not overlap" for pool in ("k_pool", "v_pool") for name in TENSOR_NAMES[:5]),
     "q and k must not overlap",
     *(f"{name} and {other} must not overlap" for name in "qk" for other in ("v", "positions", "slots")),
+    "positions must be [3, num_tokens], got",
+    "rope_pool_fused expects pool tensors to be 4-D",
+    "exactly one of rope_base and inv_freq must be given, got both",
+    "exactly one of rope_base and inv_freq must be given, got neither",
+    "inv_freq shape must be [rotary_dim / 2], got",
+    "inv_freq must be float32 or float64, got",
+    *(f"{name} and inv_freq must not overlap" for name in ("k_pool", "v_pool", "q", "k")),
+    "attention_scaling must be finite in float32, got",
+    "rotary_dim must be even, at least 2 and at most head_dim, got",
+    "page_size must be k_pool.shape[1] and at least 1, got",
+    "mrope_interleaved needs mrope_section",
+    "mrope_section must be 3 counts that sum up to rotary_dim / 2, got",
 ]
 HINTS = [
     "\nhint: the heads of",
     "has a batch dimension; pass",
     "\nhint: num_qo_heads and num_kv_heads look swapped",
+    "\nhint: for a paged pool, pass page_size=",
 ]
 
 

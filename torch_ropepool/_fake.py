@@ -160,6 +160,9 @@ def _check_shapes(c: Call) -> None:
             c.v.shape[d] == c.k.shape[d], f"v shape must match k shape, got {_shape(c.v)} vs {_shape(c.k)}"
         )
 
+    if c.mrope_section is not None:
+        text = f"positions must be [3, num_tokens], got {_shape(c.positions)}"
+        _require(c.positions.shape[1] == num_tokens, text)
     text = (
         f"positions/slots must have one entry per token, got positions {_shape(c.positions)}, "
         f"slots {_shape(c.slots)} for {num_tokens} tokens"

@@ -128,6 +128,7 @@ void check_shapes(const RopePoolArgs& a) {
   if (!same_shape(a.v, a.k)) {
     fail(Message() << "v shape must match k shape, got " << a.v << " vs " << a.k);
   }
+  if (a.mrope_section && a.positions.sizes[1] != a.num_tokens()) fail_mrope_positions(a);
   if (a.positions.sizes[a.positions.ndim - 1] != a.num_tokens() ||
       a.slots.sizes[0] != a.num_tokens()) {
     fail(Message() << "positions/slots must have one entry per token, got positions " << a.positions
