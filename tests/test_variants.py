@@ -234,7 +234,7 @@ def test_inv_freq_that_changes_between_calls():
         check(call.clone().with_(inv_freq=inv_freq))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("num_tokens", [0, 7])
 def test_inv_freq_must_be_finite(op, bad, num_tokens):

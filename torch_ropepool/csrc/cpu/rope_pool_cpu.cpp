@@ -5,6 +5,7 @@
 #include <cmath>
 #include <memory>
 #include <stdexcept>
+#include <string>
 
 #include "../rope_pool_ops.h"
 #include "rope_pool_cpu_kernel.h"
@@ -52,7 +53,8 @@ std::vector<double> inv_freq_values(const TensorView& t) {
     values[i] = t.dtype == DType::kFloat64 ? static_cast<const double*>(t.data)[offset]
                                            : double{static_cast<const float*>(t.data)[offset]};
     if (!std::isfinite(values[i])) {
-      throw std::invalid_argument("inv_freq must be finite, got " + std::to_string(values[i]) +
+      const char* text = std::isnan(values[i]) ? "nan" : values[i] > 0 ? "inf" : "-inf";
+      throw std::invalid_argument(std::string("inv_freq must be finite, got ") + text +
                                   " at index " + std::to_string(i));
     }
   }
