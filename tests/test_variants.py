@@ -279,8 +279,9 @@ def test_paged_slot_out_of_range(op):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_mrope_of_equal_rows_is_plain_rope(interleaved):
-    """Qwen2-VL says so of text: its three positions are the same."""
-    call = make_sample()
+    """Qwen2-VL says so of text: its three positions are the same. Near 2^31 each bit of a phase shows."""
+    call = make_sample(300, pool_size=320)
+    call = call.with_(positions=2**31 - 1 - call.positions)
     expected = call.clone().run()
     got = call.with_(
         positions=call.positions.expand(3, -1), mrope_section=[16, 8, 8], mrope_interleaved=interleaved

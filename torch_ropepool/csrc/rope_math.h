@@ -170,6 +170,13 @@ ROPE_POOL_FN u64 phase64(i64 position, Frequency f) {
   return (u64)position * nearest + (u64)tail;
 }
 
+// The phase in units of 2^-32 turn, for any position: float32 angles are made of this one.
+ROPE_POOL_FN u32 phase_of(i64 position, Frequency f) {
+  i32 position32 = (i32)position;
+  return (i64)position32 == position ? phase32(position32, f.high, f.low)
+                                     : (u32)(phase64(position, f) >> 32);
+}
+
 // ---- Sine and cosine of a phase: an eighth of a turn either way by polynomial, then whole
 // quarters.
 
