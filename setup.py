@@ -32,6 +32,7 @@ SOURCES = [
     "frequency_table.cpp",
     "library.cpp",
     "overlap.cpp",
+    "refusals.cpp",
     "tensor_args.cpp",
 ]
 
@@ -73,6 +74,7 @@ setup(
                 "-fno-math-errno",
                 "-fno-trapping-math",
                 "-fvisibility=hidden",
+                f"-ffile-prefix-map={ROOT.resolve()}/=",  # no path of the build machine in messages
                 "-Wall",
                 "-Wextra",
             ],

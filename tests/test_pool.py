@@ -178,8 +178,8 @@ slot 4 is not in use: it was freed before or never allocated
 slot 7 is not in use: it was freed before or never allocated
 slot 0 is named twice in one call
 slots must be int32 or int64, got torch.float32
-slots must be int32 or int64, got torch.float32
-slots must be int32 or int64, got torch.bool""",
+slots must be a tensor or a list of ints, got [0.5]
+slots must be a tensor or a list of ints, got [True]""",
     )
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ._library import LIBRARY
 
+ALL_TENSORS = ("q", "k", "v", "positions", "slots", "k_pool", "v_pool")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -42,15 +44,20 @@ class Call:
     mrope_section: Sequence[int] | None = None
     mrope_interleaved: bool = False
 
+    def __post_init__(self) -> None:
+        for name, tensor in self.tensors(*ALL_TENSORS):
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name} must be a tensor, got {tensor}")
+            if tensor.layout != torch.strided or tensor.is_nested:
+                layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+                raise ValueError(f"{name} must be a dense strided tensor, got layout {layout}")
+
     def tensors(self, *names: str) -> Iterator[tuple[str, Tensor]]:
         return ((name, getattr(self, name)) for name in names)
 
     @property
     def turned_dim(self) -> int:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
-
-
-ALL_TENSORS = ("q", "k", "v", "positions", "slots", "k_pool", "v_pool")
 
 
 def require_no_grad(call: Call) -> None:
@@ -120,7 +127,7 @@ def _check_ranks(c: Call) -> None:
 
 
 def _rank_hint(name: str, t: Tensor, heads: int, head_dim: int) -> str:
-    if t.dim() == 2 and _equal_ints((t.shape[1], heads * head_dim)):
+    if t.dim() == 2 and heads > 0 and _equal_ints((t.shape[1], heads * head_dim)):
         return f"\nhint: the heads of {name} are packed; pass {name}.view({t.shape[0]}, {heads}, {head_dim})"
     if t.dim() == 4 and _equal_ints((t.shape[2], heads), (t.shape[3], head_dim)):
         return f"\nhint: {name} has a batch dimension; pass {name}.flatten(0, 1)"
@@ -374,6 +381,14 @@ def _check_mrope(c: Call) -> None:
     _require(len(c.mrope_section) == 3, text)
     _require(min(c.mrope_section) >= 0, text)
     _require(sum(c.mrope_section) == c.turned_dim // 2, text)
+    if c.mrope_interleaved:
+        second, third = (c.turned_dim // 2 + 1) // 3, c.turned_dim // 2 // 3
+        text = (
+            f"mrope_section with mrope_interleaved has turns for at most {second} and {third} pairs "
+            f"of the second and third row of positions, got {list(c.mrope_section)}"
+        )
+        _require(c.mrope_section[1] <= second, text)
+        _require(c.mrope_section[2] <= third, text)
 
 
 def _pin_symbolic_offset(name: str, pool: Tensor) -> None:
@@ -417,6 +432,7 @@ def _rope_pool_fused_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 def _rope_pool_fused_composite(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = Call(*args, **kwargs)
     require_no_grad(call)
+    check_contract(call, in_place=False)
     q_rot, k_rot = torch.ops.ropepool._rope_pool_fused(*args, **kwargs)
     return q_rot, k_rot, call.k_pool, call.v_pool
 

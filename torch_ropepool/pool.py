@@ -100,10 +100,13 @@ class KVPool:
                 f"{n} slots asked for, {self.num_free} of {self.pool_size} are free: "
                 "free those of a finished sequence, or make the pool larger"
             )
-        slots = [self._free.pop() for _ in range(n)]
-        for slot in slots:
+        kept = self.num_free - n
+        taken = self._free[kept:][::-1]
+        slots = torch.tensor(taken, dtype=torch.int64, device=self.device)  # if this fails, none is lost
+        del self._free[kept:]
+        for slot in taken:
             self._in_use[slot] = 1
-        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+        return slots
 
     def free(self, slots: Tensor | list[int]) -> None:
         """Gives slots back. The rows keep their contents until a later token is stored there.
@@ -118,11 +121,13 @@ class KVPool:
 
         After an error, no slot has been freed.
         """
-        if not isinstance(slots, Tensor):
-            slots = torch.tensor(slots, dtype=torch.int64 if len(slots) == 0 else None)
-        if slots.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"slots must be int32 or int64, got {slots.dtype}")
-        given = slots.flatten().tolist()
+        if isinstance(slots, Tensor):
+            if slots.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"slots must be int32 or int64, got {slots.dtype}")
+            slots = slots.flatten().tolist()
+        if not isinstance(slots, list) or not all(type(slot) is int for slot in slots):
+            raise TypeError(f"slots must be a tensor or a list of ints, got {slots}")
+        given: list[int] = slots
         for slot in given:
             if not 0 <= slot < self.pool_size:
                 raise IndexError(f"slot {slot} is not in this pool of {self.pool_size} slots")

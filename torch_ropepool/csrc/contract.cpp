@@ -55,7 +55,7 @@ class Message {
 // dimension in front: the two ways in which callers hold it elsewhere.
 void add_rank_hint(Message& message, const TensorView& t, std::int64_t heads,
                    std::int64_t head_dim) {
-  if (t.ndim == 2 && t.sizes[1] == heads * head_dim) {
+  if (t.ndim == 2 && heads > 0 && t.sizes[1] % heads == 0 && t.sizes[1] / heads == head_dim) {
     message << "\nhint: the heads of " << t.name << " are packed; pass " << t.name << ".view("
             << t.sizes[0] << ", " << heads << ", " << head_dim << ")";
   } else if (t.ndim == 4 && t.sizes[2] == heads && t.sizes[3] == head_dim) {
@@ -301,11 +301,21 @@ void check_mrope(const RopePoolArgs& a) {
     return;
   }
   const std::vector<std::int64_t>& section = *a.mrope_section;
-  const bool fits = section.size() == 3 && section[0] >= 0 && section[1] >= 0 && section[2] >= 0 &&
-                    section[0] + section[1] + section[2] == a.num_pairs();
-  if (!fits) {
+  const std::int64_t num_pairs = a.num_pairs();
+  bool fits = section.size() == 3;
+  std::int64_t rest = num_pairs;  // the counts are taken off one by one: a sum might overflow
+  for (std::int64_t count : section) {
+    fits = fits && count >= 0 && count <= rest;
+    rest -= fits ? count : 0;
+  }
+  if (!fits || rest != 0) {
     fail(Message() << "mrope_section must be 3 counts that sum up to rotary_dim / 2, got "
                    << section << " with rotary_dim " << a.rotary_dim.value_or(a.head_dim));
+  }
+  if (a.mrope_interleaved && (section[1] > (num_pairs + 1) / 3 || section[2] > num_pairs / 3)) {
+    fail(Message() << "mrope_section with mrope_interleaved has turns for at most "
+                   << (num_pairs + 1) / 3 << " and " << num_pairs / 3
+                   << " pairs of the second and third row of positions, got " << section);
   }
 }
 

@@ -51,7 +51,7 @@ class RopePoolOps {
     record_write(call.k);
   }
 
-  static Rotated run_out_of_place(const StackArgs& call) {
+  static Rotated run_out_of_place(StackArgs& call) {
     check(call, /*in_place=*/false);
     Rotated rotated = {empty_like(call.args.q), empty_like(call.args.k)};
     launch(call, view_of(rotated.q.get(), "q_rot"), view_of(rotated.k.get(), "k_rot"));
@@ -64,7 +64,8 @@ class RopePoolOps {
     record_write(call.v_pool);
   }
 
-  static void check(const StackArgs& call, bool in_place) {
+  static void check(StackArgs& call, bool in_place) {
+    call.view_tensors();
     require_no_grad(call);
     check_contract(call.args, {in_place, Backend::kAllowsFloat64, Backend::kAllowsFloat64InvFreq});
   }

@@ -86,7 +86,9 @@ StackArgs::StackArgs(StableIValue* stack)
   args.page_size = take_optional<std::int64_t>(stack[15]);
   args.mrope_section = take_optional<std::vector<std::int64_t>>(stack[16]);
   args.mrope_interleaved = to<bool>(stack[17]);
+}
 
+void StackArgs::view_tensors() {
   args.q = view_of(q.get(), "q");
   args.k = view_of(k.get(), "k");
   args.v = view_of(v.get(), "v");
@@ -97,7 +99,21 @@ StackArgs::StackArgs(StableIValue* stack)
   if (inv_freq != nullptr) args.inv_freq = view_of(inv_freq.get(), "inv_freq");
 }
 
+std::array<std::pair<const char*, const OwnedTensor*>, 8> StackArgs::tensors() const {
+  return {{{"q", &q},
+           {"k", &k},
+           {"v", &v},
+           {"positions", &positions},
+           {"slots", &slots},
+           {"k_pool", &k_pool},
+           {"v_pool", &v_pool},
+           {"inv_freq", &inv_freq}}};
+}
+
 TensorView view_of(AtenTensorHandle tensor, const char* name) {
+  bool is_defined = false;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(tensor, &is_defined));
+  if (!is_defined) throw std::invalid_argument(std::string(name) + " must be a tensor, got None");
   TensorView view{};
   view.name = name;
   std::int64_t* sizes = nullptr;
@@ -123,9 +139,12 @@ OwnedTensor empty_like(const TensorView& tensor) {
   const std::array<std::int64_t, 3> strides = {tensor.sizes[1] * tensor.sizes[2], tensor.sizes[2],
                                                1};
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(tensor.ndim, tensor.sizes, strides.data(),
-                                                  tensor.scalar_type, tensor.device_type,
-                                                  tensor.device_index, &handle));
+  if (aoti_torch_empty_strided(tensor.ndim, tensor.sizes, strides.data(), tensor.scalar_type,
+                               tensor.device_type, tensor.device_index,
+                               &handle) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error(std::string("rope_pool_fused could not allocate an output of ") +
+                             tensor.name + "'s size; torch has logged why");
+  }
   return OwnedTensor(handle);
 }
 
@@ -143,14 +162,13 @@ void record_write(const OwnedTensor& tensor) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(nothing));
 }
 
+bool is_negative(AtenTensorHandle tensor) {
+  return torch::stable::detail::to<bool>(call_unary("aten::is_neg", new_reference(tensor)));
+}
+
 void require_no_grad(const StackArgs& stack_args) {
   if (!aoti_torch_grad_mode_is_enabled()) return;
-  const std::pair<const char*, const OwnedTensor*> tensors[] = {
-      {"q", &stack_args.q},           {"k", &stack_args.k},
-      {"v", &stack_args.v},           {"k_pool", &stack_args.k_pool},
-      {"v_pool", &stack_args.v_pool}, {"inv_freq", &stack_args.inv_freq},
-  };
-  for (const auto& [name, tensor] : tensors) {
+  for (const auto& [name, tensor] : stack_args.tensors()) {
     if (*tensor == nullptr || !requires_grad(tensor->get())) continue;
     throw std::runtime_error(std::string("rope_pool_fused has no backward, but ") + name +
                              " requires grad: call it under torch.no_grad(), or detach " + name);

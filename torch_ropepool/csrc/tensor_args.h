@@ -3,8 +3,10 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "contract.h"
 
@@ -17,8 +19,12 @@ using OwnedTensor = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
 
 // The arguments of a call, taken off the stack of a boxed kernel. All three ops have the same.
 struct StackArgs {
-  static constexpr std::uint64_t kCount = 18;
   explicit StackArgs(StableIValue* stack);
+
+  // Sets the views of `args`. Throws std::invalid_argument where a tensor is None.
+  void view_tensors();
+  // All tensors by name, inv_freq the last.
+  std::array<std::pair<const char*, const OwnedTensor*>, 8> tensors() const;
 
   OwnedTensor q;
   OwnedTensor k;
@@ -28,7 +34,7 @@ struct StackArgs {
   OwnedTensor k_pool;
   OwnedTensor v_pool;
   OwnedTensor inv_freq;  // may be null
-  RopePoolArgs args;     // views of the above
+  RopePoolArgs args;
 };
 
 TensorView view_of(AtenTensorHandle tensor, const char* name);
@@ -40,6 +46,9 @@ OwnedTensor empty_like(const TensorView& tensor);
 // former value raises. (A compiled kernel has to do this itself; outside of grad mode it costs too
 // much.)
 void record_write(const OwnedTensor& tensor);
+
+// Whether the tensor is a view that is to be read with its sign changed.
+bool is_negative(AtenTensorHandle tensor);
 
 // With grad mode on, throws std::runtime_error for the first tensor that requires grad.
 void require_no_grad(const StackArgs& stack_args);

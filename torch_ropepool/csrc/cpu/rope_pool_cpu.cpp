@@ -45,20 +45,31 @@ RopePoolParams params_of(const RopePoolArgs& args, const TensorView& q_rot,
   return p;
 }
 
-// The values of inv_freq, exactly. Throws for the first that is not finite.
-std::vector<double> inv_freq_values(const TensorView& t) {
-  std::vector<double> values(static_cast<std::size_t>(t.sizes[0]));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    const i64 offset = static_cast<i64>(i) * t.strides[0];
-    values[i] = t.dtype == DType::kFloat64 ? static_cast<const double*>(t.data)[offset]
-                                           : double{static_cast<const float*>(t.data)[offset]};
-    if (!std::isfinite(values[i])) {
-      const char* text = std::isnan(values[i]) ? "nan" : values[i] > 0 ? "inf" : "-inf";
-      throw std::invalid_argument(std::string("inv_freq must be finite, got ") + text +
-                                  " at index " + std::to_string(i));
-    }
+double inv_freq_at(const TensorView& t, i64 i) {
+  return t.dtype == DType::kFloat64 ? static_cast<const double*>(t.data)[i * t.strides[0]]
+                                    : double{static_cast<const float*>(t.data)[i * t.strides[0]]};
+}
+
+// Throws for the first that is not finite.
+void check_inv_freq_values(const TensorView& t) {
+  for (i64 i = 0; i < t.sizes[0]; ++i) {
+    const double value = inv_freq_at(t, i);
+    if (std::isfinite(value)) continue;
+    const char* text = std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
+    throw std::invalid_argument(std::string("inv_freq must be finite, got ") + text + " at index " +
+                                std::to_string(i));
   }
-  return values;
+}
+
+std::shared_ptr<const FrequencyTable> table_of(const RopePoolArgs& args) {
+  if (!args.inv_freq) {
+    return frequency_table(*args.rope_base, static_cast<std::size_t>(2 * args.num_pairs()));
+  }
+  std::vector<double> inv_freq(static_cast<std::size_t>(args.num_pairs()));
+  for (std::size_t i = 0; i < inv_freq.size(); ++i) {
+    inv_freq[i] = inv_freq_at(*args.inv_freq, static_cast<i64>(i));
+  }
+  return frequency_table(inv_freq);
 }
 
 std::vector<unsigned char> mrope_axes(const RopePoolArgs& args) {
@@ -123,8 +134,7 @@ struct Cpu {
   static constexpr bool kAllowsFloat64InvFreq = true;
 
   static void launch(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
-    std::vector<double> inv_freq;
-    if (args.inv_freq) inv_freq = inv_freq_values(*args.inv_freq);
+    if (args.inv_freq) check_inv_freq_values(*args.inv_freq);
     const i64 num_tokens = args.num_tokens();
     if (num_tokens == 0) return;
 
@@ -142,10 +152,7 @@ struct Cpu {
     launch.attention_scaling = args.attention_scaling;
 
     const bool increasing = check_slots(launch.slots, num_tokens, args.pool_size());
-    const auto table =
-        args.inv_freq
-            ? frequency_table(inv_freq)
-            : frequency_table(*args.rope_base, static_cast<std::size_t>(2 * args.num_pairs()));
+    const auto table = table_of(args);
     launch.table = table.get();
     std::vector<unsigned char> axes;
     if (args.mrope_section) {

@@ -1,0 +1,82 @@
+"""What torch would do wrong with these ops is refused by name, and nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checks import assert_same_bits
+from sample import OPS, TENSOR_NAMES, make_sample
+
+import torch_ropepool
+
+FLOATS = ("q", "k", "v", "k_pool", "v_pool")
+each_op = pytest.mark.parametrize("op", OPS)
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda q: f(q)[0].sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+    "functionalize": lambda f, x: torch.func.functionalize(f)(x),
+}
+
+
+@each_op
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_torch_func(op, transform):
+    """Without this, gradients are zero, or those of an identity, without a word."""
+    call = make_sample()
+    before = call.clone()
+    with pytest.raises(RuntimeError, match="it cannot be under a transform of"):
+        TRANSFORMS[transform](lambda q: call.with_(q=q).run(op), call.q)
+    for got, want in zip(call.tensors, before.tensors, strict=True):
+        assert_same_bits(got, want)
+
+
+@each_op
+@pytest.mark.parametrize("name", FLOATS)
+def test_lazily_negated_views(op, name):
+    call = make_sample()
+    before = call.clone()
+    with pytest.raises(
+        ValueError, match=rf"^{name} must not be a lazily negated view: pass {name}.resolve_neg\(\)$"
+    ):
+        call.with_(**{name: torch._neg_view(getattr(call, name))}).run(op)
+    for got, want in zip(call.tensors, before.tensors, strict=True):
+        assert_same_bits(got, want)
+
+
+@each_op
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", TENSOR_NAMES)
+def test_none(op, name, device):
+    args = {n: getattr(make_sample(), n).to(device) for n in TENSOR_NAMES} | {name: None}
+    with pytest.raises(ValueError, match=f"^{name} must be a tensor, got None$"):
+        OPS[op](**args, **make_sample().kwargs)
+
+
+@pytest.mark.parametrize("op", ["rope_pool_fused", "rope_pool_fused_"])
+@pytest.mark.parametrize("name", ["q", "v", "k_pool"])
+def test_layouts(op, name):
+    """The primitive has torch's own error for them."""
+    call = make_sample()
+    tensor = getattr(call, name)
+    for layout, other in {"sparse_coo": tensor.to_sparse(), "_mkldnn": tensor.to_mkldnn()}.items():
+        with pytest.raises(ValueError, match=f"^{name} must be a dense strided tensor, got layout {layout}$"):
+            call.with_(**{name: other}).run(op)
+
+
+def test_outputs_that_cannot_be_allocated():
+    """2^32 tokens that take no memory, whose outputs would take 4 TiB."""
+    call = make_sample(1)
+    many = {n: getattr(call, n).expand(2**32, *getattr(call, n).shape[1:]) for n in TENSOR_NAMES[:5]}
+    with pytest.raises(RuntimeError, match="could not allocate an output of q's size"):
+        call.with_(**many).run()
+
+
+def test_messages_have_no_path_of_the_build_machine():
+    library = torch_ropepool.library_path().read_bytes()
+    assert b"torch_ropepool/csrc/" in library  # torch's checks name the source file
+    assert str(Path(__file__).parent.parent).encode() not in library
