@@ -349,6 +349,25 @@ def test_torch_drops_a_clone_of_a_pool_between_two_writes():
     assert torch.equal(wrong, got.k_pool)
 
 
+@torch.no_grad()
+def test_torch_loses_rows_of_pools_that_share_a_buffer_through_two_bases():
+    """A fault of torch's auto_functionalized_v2, with any op that mutates two such tensors: k's rows are lost.
+    When this fails, torch has mended it: compare with eager instead.
+    """
+
+    def function(q, k, v, positions, slots, buffer):
+        pools = buffer[0].detach(), buffer[1]
+        return OPS["rope_pool_fused"](q, k, v, positions, slots, *pools, **KWARGS)[:2]
+
+    call = make_sample()
+    want, got = torch.zeros(2, 2, 32, 2, 64)
+    function(*call.args[:5], want)
+    torch.compile(function, fullgraph=True, backend="aot_eager")(*call.args[:5], got)
+    assert torch.equal(got[1], want[1])
+    assert want[0].any()
+    assert not got[0].any()
+
+
 def test_returned_pools_are_the_pools():
     def function(q, k, v, positions, slots, k_pool, v_pool):
         *_, k_new, v_new = OPS["rope_pool_fused"](q, k, v, positions, slots, k_pool, v_pool, **KWARGS)
