@@ -427,7 +427,6 @@ PREFIXES = [
     "page_size must be k_pool.shape[1] and at least 1, got",
     "mrope_interleaved needs mrope_section",
     "mrope_section must be 3 counts that sum up to rotary_dim / 2, got",
-    "mrope_section with mrope_interleaved has turns for at most",
 ]
 HINTS = [
     "\nhint: the heads of",

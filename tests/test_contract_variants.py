@@ -52,7 +52,6 @@ BROKEN: dict[str, dict[str, Any]] = {
     "mrope_section of two": {**MROPE, "mrope_section": [16, 16]},
     "mrope_section too small": {**MROPE, "mrope_section": [16, 8, 7]},
     "mrope_section that overflows": {**MROPE, "mrope_section": [2**63 - 1, 2**63 - 1, 34]},
-    "mrope_section without enough turns": {**MROPE, "mrope_section": [8, 12, 12], "mrope_interleaved": True},
     "mrope_section negative": {**MROPE, "mrope_section": [33, -1, 0]},
 }  # fmt: skip
 BROKEN_IN_PLACE: dict[str, dict[str, Any]] = {
@@ -124,7 +123,6 @@ mrope_interleaved alone: mrope_interleaved needs mrope_section
 mrope_section of two: mrope_section must be 3 counts that sum up to rotary_dim / 2, got [16, 16] with rotary_dim 64
 mrope_section too small: mrope_section must be 3 counts that sum up to rotary_dim / 2, got [16, 8, 7] with rotary_dim 64
 mrope_section that overflows: mrope_section must be 3 counts that sum up to rotary_dim / 2, got [9223372036854775807, 9223372036854775807, 34] with rotary_dim 64
-mrope_section without enough turns: mrope_section with mrope_interleaved has turns for at most 11 and 10 pairs of the second and third row of positions, got [8, 12, 12]
 mrope_section negative: mrope_section must be 3 counts that sum up to rotary_dim / 2, got [33, -1, 0] with rotary_dim 64""",
     )
 

@@ -294,6 +294,14 @@ def test_mrope_axes():
     """The two layouts, written out: Qwen2-VL's runs, and Qwen3-VL's turns T H W T H W … T T."""
     assert reference.mrope_axes(8, [4, 2, 2], False) == [0, 0, 0, 0, 1, 1, 2, 2]
     assert reference.mrope_axes(8, [4, 2, 2], True) == [0, 1, 2, 0, 1, 2, 0, 0]
+    assert reference.mrope_axes(6, [0, 3, 3], True) == [0, 1, 2, 0, 1, 2]  # more than there are turns
+
+
+def test_mrope_with_more_pairs_than_turns():
+    """As transformers takes [8, 12, 12] for 32 pairs: 11, 11 and 10."""
+    call = make_sample()
+    positions = torch.stack([call.positions, call.positions + 5, call.positions * 2])
+    check(call.with_(positions=positions, mrope_section=[8, 12, 12], mrope_interleaved=True))
 
 
 def test_mrope_at_huge_positions():

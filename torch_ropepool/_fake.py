@@ -381,14 +381,6 @@ def _check_mrope(c: Call) -> None:
     _require(len(c.mrope_section) == 3, text)
     _require(min(c.mrope_section) >= 0, text)
     _require(sum(c.mrope_section) == c.turned_dim // 2, text)
-    if c.mrope_interleaved:
-        second, third = (c.turned_dim // 2 + 1) // 3, c.turned_dim // 2 // 3
-        text = (
-            f"mrope_section with mrope_interleaved has turns for at most {second} and {third} pairs "
-            f"of the second and third row of positions, got {list(c.mrope_section)}"
-        )
-        _require(c.mrope_section[1] <= second, text)
-        _require(c.mrope_section[2] <= third, text)
 
 
 def _pin_symbolic_offset(name: str, pool: Tensor) -> None:

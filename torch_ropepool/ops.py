@@ -58,7 +58,8 @@ def rope_pool_fused(
             page * page_size + offset. With strides this is any paged layout (vLLM, FlashInfer).
         mrope_section: positions are `[3, num_tokens]` (temporal, height, width), and the three entries
             say how many pairs take each; they sum up to rotary_dim / 2 (Qwen2-VL, Qwen2.5-VL).
-        mrope_interleaved: pairs are dealt out to the three in turn instead of in runs (Qwen3-VL).
+        mrope_interleaved: pairs are dealt out to the three in turn instead of in runs (Qwen3-VL). As there,
+            the second and third get at most every third pair, and the first gets what they leave.
 
     Returns:
         `(q_rot, k_rot, k_pool, v_pool)`: two new contiguous tensors, of q's and k's shape and dtype,

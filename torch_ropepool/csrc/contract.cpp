@@ -312,11 +312,6 @@ void check_mrope(const RopePoolArgs& a) {
     fail(Message() << "mrope_section must be 3 counts that sum up to rotary_dim / 2, got "
                    << section << " with rotary_dim " << a.rotary_dim.value_or(a.head_dim));
   }
-  if (a.mrope_interleaved && (section[1] > (num_pairs + 1) / 3 || section[2] > num_pairs / 3)) {
-    fail(Message() << "mrope_section with mrope_interleaved has turns for at most "
-                   << (num_pairs + 1) / 3 << " and " << num_pairs / 3
-                   << " pairs of the second and third row of positions, got " << section);
-  }
 }
 
 }  // namespace
