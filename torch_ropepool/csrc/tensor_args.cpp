@@ -36,6 +36,23 @@ StableIValue call_unary(const char* name, StableIValue tensor) {
   return tensor;
 }
 
+// 0 for kOther.
+std::int64_t itemsize_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kFloat64:
+    case DType::kInt64:
+      return 8;
+    default:
+      return 0;
+  }
+}
+
 StableIValue new_reference(AtenTensorHandle tensor) {
   AtenTensorHandle reference = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor, &reference));
@@ -111,14 +128,19 @@ std::array<std::pair<const char*, const OwnedTensor*>, 8> StackArgs::tensors() c
 }
 
 TensorView view_of(AtenTensorHandle tensor, const char* name) {
-  bool is_defined = false;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(tensor, &is_defined));
-  if (!is_defined) throw std::invalid_argument(std::string(name) + " must be a tensor, got None");
   TensorView view{};
   view.name = name;
   std::int64_t* sizes = nullptr;
   std::int64_t* strides = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &view.scalar_type));
+  view.dtype = dtype_of(view.scalar_type);
+  view.itemsize = itemsize_of(view.dtype);
+  if (view.dtype == DType::kOther) {
+    bool is_defined = false;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(tensor, &is_defined));
+    if (!is_defined) throw std::invalid_argument(std::string(name) + " must be a tensor, got None");
+    view.itemsize = static_cast<std::int64_t>(aoti_torch_dtype_element_size(view.scalar_type));
+  }
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &view.ndim));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
@@ -129,8 +151,6 @@ TensorView view_of(AtenTensorHandle tensor, const char* name) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &view.data));
   view.sizes = sizes;
   view.strides = strides;
-  view.dtype = dtype_of(view.scalar_type);
-  view.itemsize = static_cast<std::int64_t>(aoti_torch_dtype_element_size(view.scalar_type));
   view.byte_extent = byte_extent(view.itemsize, view.ndim, sizes, strides);
   return view;
 }
