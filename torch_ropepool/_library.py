@@ -24,6 +24,11 @@ def library_path() -> Path:
     return Path(__file__).with_name("librope_pool" + SUFFIX)
 
 
+def cuda_library_path() -> Path:
+    """The library with the CUDA kernels, which is there if it was built with nvcc. Load it after the other."""
+    return Path(__file__).with_name("librope_pool_cuda" + SUFFIX)
+
+
 def load() -> ctypes.CDLL:
     """Loads the library, which registers the ops. Raises ImportError with what to do."""
     match = re.match(r"(\d+)\.(\d+)", torch.__version__)
@@ -36,6 +41,8 @@ def load() -> ctypes.CDLL:
         raise ImportError(f"torch_ropepool's compiled library is missing ({path}): {REBUILD}")
     try:
         torch.ops.load_library(path)
+        if torch.version.cuda is not None and cuda_library_path().exists():
+            torch.ops.load_library(cuda_library_path())
     except OSError as error:
         raise ImportError(f"torch_ropepool's compiled library does not load ({error}): {REBUILD}") from error
     library = ctypes.CDLL(str(path))

@@ -184,7 +184,7 @@ void check_scalars(const RopePoolArgs& a) {
 }
 
 View view_of(const TensorView& t) {
-  return {reinterpret_cast<std::uintptr_t>(t.data), t.itemsize, t.ndim, t.sizes, t.strides};
+  return {t.byte_address, t.itemsize, t.ndim, t.sizes, t.strides};
 }
 
 void check_device(const RopePoolArgs& a, const TensorView& t) {
@@ -217,10 +217,11 @@ void check_memory(const RopePoolArgs& a) {
 }
 
 void check_no_overlap(const TensorView& written, const TensorView& other) {
-  const auto begin = reinterpret_cast<std::uintptr_t>(written.data);
-  const auto other_begin = reinterpret_cast<std::uintptr_t>(other.data);
-  if (begin + written.byte_extent <= other_begin || other_begin + other.byte_extent <= begin)
+  if (written.buffer != other.buffer ||
+      written.byte_address + written.byte_extent <= other.byte_address ||
+      other.byte_address + other.byte_extent <= written.byte_address) {
     return;
+  }
   const Overlap found = overlap(view_of(written), view_of(other));
   if (found == Overlap::kNo) return;
   const std::string what = std::string(written.name) + " and " + other.name + " must not overlap";

@@ -17,7 +17,8 @@ enum class DType { kFloat16, kBFloat16, kFloat32, kFloat64, kInt32, kInt64, kOth
 // What the contract and the kernels need to know of a tensor.
 struct TensorView {
   const char* name;  // the argument's
-  void* data;        // of the first element
+  void* handle;      // torch's, for backends that pass the tensor on
+  void* data;        // of the first element; on MPS a buffer's handle plus the offset
   DType dtype;
   std::int64_t itemsize;        // in bytes
   std::int64_t ndim;            //
@@ -25,10 +26,12 @@ struct TensorView {
   const std::int64_t* strides;  // [ndim], in elements
   std::int64_t storage_offset;  // in elements
   std::int64_t storage_bytes;
-  std::uint64_t byte_extent;  // of what the tensor spans, 0 when it is empty
-  std::int32_t device_type;   // torch's number for it
-  std::int32_t device_index;  //
-  std::int32_t scalar_type;   // torch's number for the dtype, for messages
+  std::uint64_t byte_extent;   // of what the tensor spans, 0 when it is empty
+  std::uint64_t buffer;        // what must be equal for addresses to compare
+  std::uint64_t byte_address;  // of the first element; within its buffer on MPS
+  std::int32_t device_type;    // torch's number for it
+  std::int32_t device_index;   //
+  std::int32_t scalar_type;    // torch's number for the dtype, for messages
 };
 
 struct RopePoolArgs {

@@ -301,22 +301,72 @@ struct Float64 {
 };
 #endif
 
-// ---- Rotation of one pair: (x1 cos - x2 sin, x2 cos + x1 sin).
+// Two elements in one word, the first in its lower half. Devices that convert two at a time do.
 
 template <class Element>
-struct Pair {
-  typename Element::storage first;
-  typename Element::storage second;
+struct WordOf {
+  static ROPE_POOL_FN float low(u32 word) { return Element::load((u16)word); }
+  static ROPE_POOL_FN float high(u32 word) { return Element::load((u16)(word >> 16)); }
+  static ROPE_POOL_FN u32 store(float low, float high) {
+    return (u32)Element::store(low) | ((u32)Element::store(high) << 16);
+  }
 };
 
+#if defined(__CUDA_ARCH__)
+template <>
+struct WordOf<BFloat16> {
+  static ROPE_POOL_FN float low(u32 word) { return float_of(word << 16); }
+  static ROPE_POOL_FN float high(u32 word) { return float_of(word & 0xffff0000u); }
+  static ROPE_POOL_FN u32 store(float low, float high) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+};
+
+template <>
+struct WordOf<Float16> {
+  static ROPE_POOL_FN float low(u32 word) {
+    float x;
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(x) : "r"(word));
+    return x;
+  }
+  static ROPE_POOL_FN float high(u32 word) { return low(word >> 16); }
+  static ROPE_POOL_FN u32 store(float low, float high) {
+    u32 word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+};
+#endif
+
+// ---- Rotation of one pair: (x1 cos - x2 sin, x2 cos + x1 sin).
+
+template <class T>
+struct Pair {
+  T first;
+  T second;
+};
+
+template <class T>
+ROPE_POOL_FN Pair<T> rotate(T x1, T x2, T cos, T sin) {
+  Pair<T> rotated;
+  rotated.first = fma(x1, cos, -(x2 * sin));
+  rotated.second = fma(x2, cos, x1 * sin);
+  return rotated;
+}
+
+// The same on what tensors store.
 template <class Element>
-ROPE_POOL_FN Pair<Element> rotate(typename Element::storage first, typename Element::storage second,
-                                  typename Element::compute cos, typename Element::compute sin) {
-  typename Element::compute x1 = Element::load(first);
-  typename Element::compute x2 = Element::load(second);
-  Pair<Element> rotated;
-  rotated.first = Element::store(fma(x1, cos, -(x2 * sin)));
-  rotated.second = Element::store(fma(x2, cos, x1 * sin));
+ROPE_POOL_FN Pair<typename Element::storage> rotate_stored(typename Element::storage first,
+                                                           typename Element::storage second,
+                                                           typename Element::compute cos,
+                                                           typename Element::compute sin) {
+  Pair<typename Element::compute> pair =
+      rotate(Element::load(first), Element::load(second), cos, sin);
+  Pair<typename Element::storage> rotated;
+  rotated.first = Element::store(pair.first);
+  rotated.second = Element::store(pair.second);
   return rotated;
 }
 

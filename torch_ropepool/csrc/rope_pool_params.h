@@ -3,6 +3,12 @@
 
 #include "rope_math.h"
 
+// A GPU kernel's threads per threadgroup (CUDA: block), at most.
+#define ROPE_POOL_THREADS_PER_GROUP 128
+
+// Floats of a threadgroup's memory: a cosine and a sine for each pair, kVec pairs a thread.
+#define ROPE_POOL_ANGLES(kVec) (2 * (kVec) * ROPE_POOL_THREADS_PER_GROUP)
+
 namespace rope_pool {
 
 // In elements.
@@ -21,10 +27,10 @@ struct PoolStrides {
 };
 
 struct RopePoolParams {
-  i64 num_tokens;
   i64 num_qo_heads;
   i64 num_kv_heads;
   i64 head_dim;
+  i64 pool_size;
   i64 page_size;
 
   // Pair i is the features i * pair_step and i * pair_step + pair_distance.
@@ -40,5 +46,48 @@ struct RopePoolParams {
   PoolStrides k_pool;
   PoolStrides v_pool;
 };
+
+// The rows of one kind: the heads of q, of k, or of v.
+struct GpuRows {
+  RowStrides in;     //
+  RowStrides out;    // of q_rot or k_rot
+  PoolStrides pool;  //
+  u32 first;         // row of the first head: the kinds follow each other
+  u32 unused;        // to a multiple of 8 bytes
+};
+
+// What a GPU kernel reads. The number of tokens is not here: Metal keeps these bytes in GPU memory,
+// one copy for all calls of a layout.
+struct GpuParams {
+  GpuRows rows[3];  // q, k, v
+
+  i64 head_dim;
+  i64 num_pairs;
+  i64 pool_size;
+  i64 page_size;
+
+  // In elements.
+  i64 positions_axis_stride;  // of the three rows, with mrope
+  i64 positions_stride;       //
+  i64 slots_stride;           //
+  i64 inv_freq_stride;        //
+
+  i64 mrope_section[3];
+
+  u32 num_rows;
+  u32 inv_freq_itemsize;  // of radians per position; 0: the frequencies are a table
+
+  // Yes or no.
+  u32 positions_are_int64;
+  u32 slots_are_int64;
+  u32 interleaved;
+  u32 keeps_unturned;  // in place: what does not turn is where it has to be
+  u32 has_mrope;
+  u32 mrope_interleaved;
+
+  float attention_scaling;
+  u32 unused;  // to a multiple of 8 bytes
+};
+static_assert(sizeof(GpuParams) == 8 * (3 * 11 + 4 + 4 + 3) + 4 * 10, "as on every device");
 
 }  // namespace rope_pool

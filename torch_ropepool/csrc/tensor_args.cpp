@@ -1,5 +1,6 @@
 #include "tensor_args.h"
 
+#include <torch/headeronly/core/DeviceType.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <array>
@@ -9,6 +10,7 @@
 namespace rope_pool {
 namespace {
 
+using torch::headeronly::DeviceType;
 using torch::headeronly::ScalarType;
 
 DType dtype_of(std::int32_t scalar_type) {
@@ -130,6 +132,7 @@ std::array<std::pair<const char*, const OwnedTensor*>, 8> StackArgs::tensors() c
 TensorView view_of(AtenTensorHandle tensor, const char* name) {
   TensorView view{};
   view.name = name;
+  view.handle = tensor;
   std::int64_t* sizes = nullptr;
   std::int64_t* strides = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &view.scalar_type));
@@ -152,6 +155,13 @@ TensorView view_of(AtenTensorHandle tensor, const char* name) {
   view.sizes = sizes;
   view.strides = strides;
   view.byte_extent = byte_extent(view.itemsize, view.ndim, sizes, strides);
+  view.byte_address = reinterpret_cast<std::uintptr_t>(view.data);
+  if (view.device_type == static_cast<std::int32_t>(DeviceType::MPS)) {
+    // The data pointer is the address of a buffer object, not of its memory.
+    const auto offset = static_cast<std::uint64_t>(view.storage_offset * view.itemsize);
+    view.buffer = view.byte_address - offset;
+    view.byte_address = offset;
+  }
   return view;
 }
 
@@ -173,11 +183,12 @@ void record_write(const OwnedTensor& tensor) {
   if (!aoti_torch_grad_mode_is_enabled()) return;
   // Tensors made in inference mode have no version to raise.
   if (to<bool>(call_unary("aten::is_inference", new_reference(tensor.get())))) return;
-  // An in-place operation on no element of it raises the version, and does nothing else.
-  const std::int64_t size = 0;
-  const std::int64_t stride = 1;
+  // An in-place operation on no element of it raises the version, and does nothing else. The view
+  // has as many dimensions as the tensor.
+  const std::int64_t sizes[kMaxDims] = {};
+  const std::int64_t strides[kMaxDims] = {};
   AtenTensorHandle nothing = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_as_strided(tensor.get(), &size, &stride, &nothing));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_as_strided(tensor.get(), sizes, strides, &nothing));
   const OwnedTensor owned(nothing);
   TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(nothing));
 }
@@ -212,17 +223,26 @@ std::string dtype_name(const TensorView& tensor) {
 }
 
 std::string device_name(const TensorView& tensor) {
-  std::string name = "device type " + std::to_string(tensor.device_type);
-  if (tensor.device_type == aoti_torch_device_type_cpu()) return "cpu";
-  if (tensor.device_type == aoti_torch_device_type_meta()) return "meta";
-  if (tensor.device_type == aoti_torch_device_type_cuda()) name = "cuda";
-  if (tensor.device_type == aoti_torch_device_type_mps()) name = "mps";
-  if (tensor.device_type == aoti_torch_device_type_xpu()) name = "xpu";
-  return name + ":" + std::to_string(tensor.device_index);
+  const std::string index = ":" + std::to_string(tensor.device_index);
+  // The shim's functions for these numbers are not in every version of torch.
+  switch (static_cast<DeviceType>(tensor.device_type)) {
+    case DeviceType::CPU:
+      return "cpu";
+    case DeviceType::Meta:
+      return "meta";
+    case DeviceType::CUDA:
+      return "cuda" + index;
+    case DeviceType::MPS:
+      return "mps" + index;
+    case DeviceType::XPU:
+      return "xpu" + index;
+    default:
+      return "device type " + std::to_string(tensor.device_type) + index;
+  }
 }
 
 bool is_on_cpu(const TensorView& tensor) {
-  return tensor.device_type == aoti_torch_device_type_cpu();
+  return tensor.device_type == static_cast<std::int32_t>(DeviceType::CPU);
 }
 
 }  // namespace rope_pool

@@ -2,75 +2,14 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
-#include <stdexcept>
-#include <string>
 
 #include "../rope_pool_ops.h"
+#include "../rope_pool_plan.h"
 #include "rope_pool_cpu_kernel.h"
 
 namespace rope_pool {
 namespace {
-
-IndexArray index_array(const TensorView& t) {
-  return {t.data, t.dtype == DType::kInt64, t.ndim == 2 ? t.strides[0] : 0, t.strides[t.ndim - 1]};
-}
-
-RowStrides row_strides(const TensorView& t) { return {t.strides[0], t.strides[1], t.strides[2]}; }
-
-PoolStrides pool_strides(const TensorView& t) {
-  if (t.ndim == 4) return {t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
-  return {0, t.strides[0], t.strides[1], t.strides[2]};
-}
-
-RopePoolParams params_of(const RopePoolArgs& args, const TensorView& q_rot,
-                         const TensorView& k_rot) {
-  RopePoolParams p{};
-  p.num_tokens = args.num_tokens();
-  p.num_qo_heads = args.num_qo_heads;
-  p.num_kv_heads = args.num_kv_heads;
-  p.head_dim = args.head_dim;
-  p.page_size = args.page_size.value_or(args.pool_size());
-  p.num_pairs = args.num_pairs();
-  p.pair_step = args.interleaved ? 2 : 1;
-  p.pair_distance = args.interleaved ? 1 : p.num_pairs;
-  p.q = row_strides(args.q);
-  p.k = row_strides(args.k);
-  p.v = row_strides(args.v);
-  p.q_rot = row_strides(q_rot);
-  p.k_rot = row_strides(k_rot);
-  p.k_pool = pool_strides(args.k_pool);
-  p.v_pool = pool_strides(args.v_pool);
-  return p;
-}
-
-double inv_freq_at(const TensorView& t, i64 i) {
-  return t.dtype == DType::kFloat64 ? static_cast<const double*>(t.data)[i * t.strides[0]]
-                                    : double{static_cast<const float*>(t.data)[i * t.strides[0]]};
-}
-
-// Throws for the first that is not finite.
-void check_inv_freq_values(const TensorView& t) {
-  for (i64 i = 0; i < t.sizes[0]; ++i) {
-    const double value = inv_freq_at(t, i);
-    if (std::isfinite(value)) continue;
-    const char* text = std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
-    throw std::invalid_argument(std::string("inv_freq must be finite, got ") + text + " at index " +
-                                std::to_string(i));
-  }
-}
-
-std::shared_ptr<const FrequencyTable> table_of(const RopePoolArgs& args) {
-  if (!args.inv_freq) {
-    return frequency_table(*args.rope_base, static_cast<std::size_t>(2 * args.num_pairs()));
-  }
-  std::vector<double> inv_freq(static_cast<std::size_t>(args.num_pairs()));
-  for (std::size_t i = 0; i < inv_freq.size(); ++i) {
-    inv_freq[i] = inv_freq_at(*args.inv_freq, static_cast<i64>(i));
-  }
-  return frequency_table(inv_freq);
-}
 
 std::vector<unsigned char> mrope_axes(const RopePoolArgs& args) {
   std::vector<unsigned char> axes(static_cast<std::size_t>(args.num_pairs()));
@@ -80,25 +19,6 @@ std::vector<unsigned char> mrope_axes(const RopePoolArgs& args) {
                                                     section[2], args.mrope_interleaved));
   }
   return axes;
-}
-
-// Throws before anything is written. Returns whether the slots that are stored to increase
-// strictly, so that no two are the same.
-bool check_slots(const IndexArray& slots, i64 num_tokens, i64 pool_size) {
-  bool increasing = true;
-  i64 previous = -1;
-  for (i64 token = 0; token < num_tokens; ++token) {
-    const i64 slot = slots.at(0, token);
-    if (slot < 0) continue;
-    if (slot >= pool_size) {
-      throw std::out_of_range("slots[" + std::to_string(token) + "] is " + std::to_string(slot) +
-                              ", out of range for pool_size " + std::to_string(pool_size) +
-                              "; a negative slot means: do not store");
-    }
-    increasing = increasing && slot > previous;
-    previous = slot;
-  }
-  return increasing;
 }
 
 // The slots with -1 in place of each that a later token names again. So whatever the order in which
@@ -134,7 +54,7 @@ struct Cpu {
   static constexpr bool kAllowsFloat64InvFreq = true;
 
   static void launch(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
-    if (args.inv_freq) check_inv_freq_values(*args.inv_freq);
+    const auto table = table_of(args);
     const i64 num_tokens = args.num_tokens();
     if (num_tokens == 0) return;
 
@@ -152,7 +72,6 @@ struct Cpu {
     launch.attention_scaling = args.attention_scaling;
 
     const bool increasing = check_slots(launch.slots, num_tokens, args.pool_size());
-    const auto table = table_of(args);
     launch.table = table.get();
     std::vector<unsigned char> axes;
     if (args.mrope_section) {

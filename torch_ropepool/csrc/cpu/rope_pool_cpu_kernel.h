@@ -3,21 +3,10 @@
 
 #include "../contract.h"
 #include "../frequency_table.h"
+#include "../index_array.h"
 #include "../rope_pool_params.h"
 
 namespace rope_pool {
-
-struct IndexArray {
-  const void* data;  // [num_tokens], or [rows, num_tokens], of int32 or int64
-  bool is_int64;
-  i64 row_stride;
-  i64 token_stride;
-
-  i64 at(i64 row, i64 token) const {
-    const i64 offset = row * row_stride + token * token_stride;
-    return is_int64 ? static_cast<const i64*>(data)[offset] : static_cast<const i32*>(data)[offset];
-  }
-};
 
 struct CpuLaunch {
   RopePoolParams params;

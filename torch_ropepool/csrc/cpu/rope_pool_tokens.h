@@ -66,8 +66,8 @@ void rotate_pairs(const typename Element::storage* in, InStep in_step, InDistanc
                   const typename Element::compute* sin) {
   ROPE_POOL_NO_DEPENDENCE
   for (i64 i = 0; i < count; ++i) {
-    const Pair<Element> rotated =
-        rotate<Element>(in[i * in_step], in[i * in_step + in_distance], cos[i], sin[i]);
+    const auto rotated =
+        rotate_stored<Element>(in[i * in_step], in[i * in_step + in_distance], cos[i], sin[i]);
     out[i * out_step] = rotated.first;
     out[i * out_step + out_distance] = rotated.second;
   }

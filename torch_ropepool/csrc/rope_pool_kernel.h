@@ -1,0 +1,438 @@
+// The GPU kernel's body: what one thread does. Metal's and CUDA's entry points both include this.
+//
+// A token's work is split into lanes and rows. A row is a head of q, k or v, in this order. A lane
+// is 2 kVec features, at the same place of every row: kVec rotary pairs, or features that do not
+// turn. A threadgroup has some lanes of some rows of some tokens. It makes each angle once, in
+// threadgroup memory; a thread does one lane of a token's every so-manieth row.
+#pragma once
+
+#include "rope_pool_params.h"
+
+// Pointers to tensors, to parameters, and to a threadgroup's memory.
+#if defined(__METAL_VERSION__)
+#define ROPE_POOL_DEVICE device
+#define ROPE_POOL_UNIFORM constant
+#define ROPE_POOL_SHARED threadgroup
+#define ROPE_POOL_THREAD thread
+#define ROPE_POOL_BARRIER() metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup)
+#define ROPE_POOL_THREAD_FN inline
+#define ROPE_POOL_RARE_FN inline
+#else
+#define ROPE_POOL_DEVICE
+#define ROPE_POOL_UNIFORM
+#define ROPE_POOL_SHARED
+#define ROPE_POOL_THREAD
+#define ROPE_POOL_BARRIER() __syncthreads()
+#define ROPE_POOL_THREAD_FN __device__ __forceinline__
+#define ROPE_POOL_RARE_FN __device__ __noinline__
+#endif
+
+// Loads and stores of data that is used once.
+#if defined(__CUDA_ARCH__)
+#define ROPE_POOL_LOAD_ONCE(from) __ldcs(from)
+#define ROPE_POOL_STORE_ONCE(to, value) __stcs(to, value)
+#else
+#define ROPE_POOL_LOAD_ONCE(from) (*(from))
+#define ROPE_POOL_STORE_ONCE(to, value) (*(to) = (value))
+#endif
+
+namespace rope_pool {
+
+// float32 by its bits: as these an element is moved.
+struct Float32Bits {
+  typedef u32 storage;
+  typedef float compute;
+  static ROPE_POOL_FN float load(u32 x) { return float_of(x); }
+  static ROPE_POOL_FN u32 store(float x) { return bits_of(x); }
+};
+
+// A chunk is kVec neighbours in memory, moved in one access: a single element, or 16 bytes.
+template <class Bits>
+struct Single {
+  Bits bits;
+
+  static ROPE_POOL_FN Single load(ROPE_POOL_DEVICE const Bits* from) {
+    Single single;
+    single.bits = *from;
+    return single;
+  }
+  ROPE_POOL_FN void store(ROPE_POOL_DEVICE Bits* to) const { *to = bits; }
+};
+
+struct Quad {
+  u32 words[4];
+
+  static ROPE_POOL_FN Quad load(ROPE_POOL_DEVICE const void* from) {
+    uint4 words = ROPE_POOL_LOAD_ONCE((ROPE_POOL_DEVICE const uint4*)from);
+    Quad quad;
+    quad.words[0] = words.x;
+    quad.words[1] = words.y;
+    quad.words[2] = words.z;
+    quad.words[3] = words.w;
+    return quad;
+  }
+  ROPE_POOL_FN void store(ROPE_POOL_DEVICE void* to) const {
+    uint4 quad;
+    quad.x = words[0];
+    quad.y = words[1];
+    quad.z = words[2];
+    quad.w = words[3];
+    ROPE_POOL_STORE_ONCE((ROPE_POOL_DEVICE uint4*)to, quad);
+  }
+};
+
+template <class Bits, int kVec>
+struct ChunkOf {
+  typedef Quad type;
+};
+template <class Bits>
+struct ChunkOf<Bits, 1> {
+  typedef Single<Bits> type;
+};
+
+// A lane of one row. Half-split: pair i is the i-th element of either chunk. Interleaved: pairs are
+// neighbours, the first chunk's before the second's.
+template <class Bits, int kVec>
+struct Lane {
+  typedef typename ChunkOf<Bits, kVec>::type Chunk;
+  Chunk first;
+  Chunk second;
+};
+
+// The angles of a lane's pairs.
+template <int kVec>
+struct LaneAngles {
+  float cos[kVec];
+  float sin[kVec];
+};
+
+// Turns a lane, by the number of its pairs: one, or four of 32 bits, or eight of 16.
+template <class Element, int kVec>
+struct Turn;
+
+template <class Element>
+struct Turn<Element, 1> {
+  typedef typename Element::storage Bits;
+  static ROPE_POOL_FN Lane<Bits, 1> apply(Lane<Bits, 1> lane, bool, LaneAngles<1> by) {
+    Pair<Bits> pair =
+        rotate_stored<Element>(lane.first.bits, lane.second.bits, by.cos[0], by.sin[0]);
+    lane.first.bits = pair.first;
+    lane.second.bits = pair.second;
+    return lane;
+  }
+};
+
+template <class Element>
+struct Turn<Element, 4> {
+  static ROPE_POOL_FN Lane<u32, 4> apply(Lane<u32, 4> lane, bool interleaved, LaneAngles<4> by) {
+    return interleaved ? neighbours(lane, by) : across(lane, by);
+  }
+  static ROPE_POOL_FN Lane<u32, 4> across(Lane<u32, 4> lane, LaneAngles<4> by) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Pair<u32> pair =
+          rotate_stored<Element>(lane.first.words[i], lane.second.words[i], by.cos[i], by.sin[i]);
+      lane.first.words[i] = pair.first;
+      lane.second.words[i] = pair.second;
+    }
+    return lane;
+  }
+  static ROPE_POOL_FN Quad neighbours(Quad quad, float cos0, float sin0, float cos1, float sin1) {
+    Pair<u32> pair0 = rotate_stored<Element>(quad.words[0], quad.words[1], cos0, sin0);
+    Pair<u32> pair1 = rotate_stored<Element>(quad.words[2], quad.words[3], cos1, sin1);
+    quad.words[0] = pair0.first;
+    quad.words[1] = pair0.second;
+    quad.words[2] = pair1.first;
+    quad.words[3] = pair1.second;
+    return quad;
+  }
+  static ROPE_POOL_FN Lane<u32, 4> neighbours(Lane<u32, 4> lane, LaneAngles<4> by) {
+    lane.first = neighbours(lane.first, by.cos[0], by.sin[0], by.cos[1], by.sin[1]);
+    lane.second = neighbours(lane.second, by.cos[2], by.sin[2], by.cos[3], by.sin[3]);
+    return lane;
+  }
+};
+
+template <class Element>
+struct Turn<Element, 8> {
+  typedef WordOf<Element> Word;
+  static ROPE_POOL_FN Lane<u16, 8> apply(Lane<u16, 8> lane, bool interleaved, LaneAngles<8> by) {
+    return interleaved ? neighbours(lane, by) : across(lane, by);
+  }
+  static ROPE_POOL_FN Lane<u16, 8> across(Lane<u16, 8> lane, LaneAngles<8> by) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      u32 first = lane.first.words[i];
+      u32 second = lane.second.words[i];
+      Pair<float> low = rotate(Word::low(first), Word::low(second), by.cos[2 * i], by.sin[2 * i]);
+      Pair<float> high =
+          rotate(Word::high(first), Word::high(second), by.cos[2 * i + 1], by.sin[2 * i + 1]);
+      lane.first.words[i] = Word::store(low.first, high.first);
+      lane.second.words[i] = Word::store(low.second, high.second);
+    }
+    return lane;
+  }
+  static ROPE_POOL_FN u32 neighbours(u32 word, float cos, float sin) {
+    Pair<float> pair = rotate(Word::low(word), Word::high(word), cos, sin);
+    return Word::store(pair.first, pair.second);
+  }
+  static ROPE_POOL_FN Lane<u16, 8> neighbours(Lane<u16, 8> lane, LaneAngles<8> by) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      lane.first.words[i] = neighbours(lane.first.words[i], by.cos[i], by.sin[i]);
+      lane.second.words[i] = neighbours(lane.second.words[i], by.cos[i + 4], by.sin[i + 4]);
+    }
+    return lane;
+  }
+};
+
+template <class Bits>
+struct RopePoolTensors {
+  ROPE_POOL_DEVICE const Bits* q;            // [num_tokens, num_qo_heads, head_dim]
+  ROPE_POOL_DEVICE const Bits* k;            // [num_tokens, num_kv_heads, head_dim]
+  ROPE_POOL_DEVICE const Bits* v;            // [num_tokens, num_kv_heads, head_dim]
+  ROPE_POOL_DEVICE const void* positions;    // [num_tokens], or [3, num_tokens]
+  ROPE_POOL_DEVICE const void* slots;        // [num_tokens]
+  ROPE_POOL_DEVICE Bits* k_pool;             // [num_pages, page_size, num_kv_heads, head_dim]
+  ROPE_POOL_DEVICE Bits* v_pool;             // [num_pages, page_size, num_kv_heads, head_dim]
+  ROPE_POOL_DEVICE Bits* q_rot;              // [num_tokens, num_qo_heads, head_dim], may be q
+  ROPE_POOL_DEVICE Bits* k_rot;              // [num_tokens, num_kv_heads, head_dim], may be k
+  ROPE_POOL_DEVICE const void* frequencies;  // u32 [3, num_pairs]: high, low, tail; or inv_freq
+};
+
+// Where a thread is. Token and lane may lie beyond the last.
+struct ThreadPosition {
+  u32 token;
+  u32 lane;
+  u32 first_row;       // its rows are first_row + i * rows_per_group, below end_row
+  u32 end_row;         //
+  u32 token_in_group;  //
+  u32 lane_in_group;   //
+  u32 row_in_group;    //
+  u32 lanes_per_group;
+  u32 rows_per_group;
+};
+
+// 64-bit index arithmetic: an index of 32 bits times a stride.
+ROPE_POOL_FN i64 times(u32 index, i64 stride) { return (i64)((u64)index * (u64)stride); }
+
+// An index on its way from memory. Extending it to 64 bits waits for it, so that comes last.
+struct Index {
+  i64 wide;
+  i32 narrow;
+};
+
+ROPE_POOL_FN Index load_index(ROPE_POOL_DEVICE const void* data, u32 is_int64, i64 offset) {
+  Index index;
+  if (is_int64 != 0u) {
+    index.wide = ((ROPE_POOL_DEVICE const i64*)data)[offset];
+  } else {
+    index.narrow = ((ROPE_POOL_DEVICE const i32*)data)[offset];
+  }
+  return index;
+}
+
+ROPE_POOL_FN i64 value_of(Index index, u32 is_int64) {
+  return is_int64 != 0u ? index.wide : (i64)index.narrow;
+}
+
+// What a pair's angle is made of, on its way from memory.
+struct AngleParts {
+  Index position;
+  Frequency frequency;  // of a table
+};
+
+template <class Bits>
+ROPE_POOL_FN AngleParts load_angle(RopePoolTensors<Bits> t, ROPE_POOL_UNIFORM const GpuParams& p,
+                                   u32 token, i64 pair) {
+  AngleParts parts;
+  i64 offset = times(token, p.positions_stride);
+  if (p.has_mrope != 0u) {
+    offset += p.positions_axis_stride * mrope_axis(pair, p.mrope_section[0], p.mrope_section[1],
+                                                   p.mrope_section[2], p.mrope_interleaved != 0u);
+  }
+  parts.position = load_index(t.positions, p.positions_are_int64, offset);
+  if (p.inv_freq_itemsize == 0u) {
+    ROPE_POOL_DEVICE const u32* table = (ROPE_POOL_DEVICE const u32*)t.frequencies + pair;
+    parts.frequency.high = table[0];
+    parts.frequency.low = table[p.num_pairs];
+    parts.frequency.tail = (i32)table[2 * p.num_pairs];
+  }
+  return parts;
+}
+
+// Long, and seldom wanted: kept apart from what every call runs through.
+ROPE_POOL_RARE_FN Frequency frequency_at(ROPE_POOL_DEVICE const void* inv_freq, u32 itemsize,
+                                         i64 offset) {
+#if !defined(__METAL_VERSION__)
+  if (itemsize == 8u) return frequency_of(((const double*)inv_freq)[offset]);
+#endif
+  return frequency_of(((ROPE_POOL_DEVICE const float*)inv_freq)[offset]);
+}
+
+template <class Bits>
+ROPE_POOL_THREAD_FN Angle<float> angle_from(AngleParts parts, RopePoolTensors<Bits> t,
+                                            ROPE_POOL_UNIFORM const GpuParams& p, i64 pair) {
+  if (p.inv_freq_itemsize != 0u) {
+    parts.frequency = frequency_at(t.frequencies, p.inv_freq_itemsize, pair * p.inv_freq_stride);
+  }
+  i64 position = value_of(parts.position, p.positions_are_int64);
+  Angle<float> angle = angle_of(phase_of(position, parts.frequency));
+  angle.cos *= p.attention_scaling;
+  angle.sin *= p.attention_scaling;
+  return angle;
+}
+
+// kCount neighbours in a threadgroup's memory.
+template <int kCount>
+ROPE_POOL_FN void read_angles(ROPE_POOL_SHARED const float* from, ROPE_POOL_THREAD float* to) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += kCount < 4 ? 1 : 4) {
+    if (kCount < 4) {
+      to[i] = from[i];
+    } else {
+      float4 four = *(ROPE_POOL_SHARED const float4*)(from + i);
+      to[i] = four.x;
+      to[i + 1] = four.y;
+      to[i + 2] = four.z;
+      to[i + 3] = four.w;
+    }
+  }
+}
+
+// The page of a slot. 64-bit division is slow on a GPU, so it is the last resort.
+ROPE_POOL_FN i64 page_of(i64 slot, i64 pool_size, i64 page_size) {
+  if (page_size == pool_size) return 0;
+  bool is_short = (((u64)slot | (u64)page_size) >> 32) == 0u;
+  return is_short ? (i64)((u32)slot / (u32)page_size) : slot / page_size;
+}
+
+// Where a lane's two chunks are in every row, in features.
+struct LaneFeatures {
+  i64 first;
+  i64 distance;
+  bool turns;
+};
+
+template <int kVec>
+ROPE_POOL_FN LaneFeatures lane_features(ROPE_POOL_UNIFORM const GpuParams& p, u32 lane) {
+  i64 first_pair = times(lane, kVec);
+  LaneFeatures f;
+  f.turns = first_pair < p.num_pairs;
+  bool apart = f.turns && p.interleaved == 0u;
+  f.first = apart ? first_pair : 2 * first_pair;
+  f.distance = apart ? p.num_pairs : kVec;
+  if (f.first + f.distance >= p.head_dim) f.distance = 0;  // an odd head_dim's last: done twice
+  return f;
+}
+
+// 0, 1, 2: of q, k, v.
+ROPE_POOL_FN u32 kind_of(ROPE_POOL_UNIFORM const GpuParams& p, u32 row) {
+  return (row >= p.rows[1].first ? 1u : 0u) + (row >= p.rows[2].first ? 1u : 0u);
+}
+
+template <int kVec, class Bits>
+ROPE_POOL_FN Lane<Bits, kVec> load_row(RopePoolTensors<Bits> t,
+                                       ROPE_POOL_UNIFORM const GpuParams& p, u32 token, u32 row,
+                                       LaneFeatures f) {
+  typedef typename ChunkOf<Bits, kVec>::type Chunk;
+  u32 kind = kind_of(p, row);
+  ROPE_POOL_UNIFORM const GpuRows& rows = p.rows[kind];
+  ROPE_POOL_DEVICE const Bits* from = kind == 0u ? t.q : (kind == 1u ? t.k : t.v);
+  i64 stride = kVec > 1 ? 1 : rows.in.feature;
+  from += times(token, rows.in.token) + times(row - rows.first, rows.in.head) + f.first * stride;
+  Lane<Bits, kVec> lane;
+  lane.first = Chunk::load(from);
+  lane.second = Chunk::load(from + f.distance * stride);
+  return lane;
+}
+
+template <int kVec, class Bits>
+ROPE_POOL_FN void store_lane(Lane<Bits, kVec> lane, ROPE_POOL_DEVICE Bits* row, i64 feature_stride,
+                             LaneFeatures f) {
+  i64 stride = kVec > 1 ? 1 : feature_stride;
+  lane.first.store(row + f.first * stride);
+  lane.second.store(row + (f.first + f.distance) * stride);
+}
+
+// A slot that is negative, or not below pool_size, is not stored.
+template <class Element, int kVec, class Bits>
+ROPE_POOL_FN void store_row(RopePoolTensors<Bits> t, ROPE_POOL_UNIFORM const GpuParams& p,
+                            u32 token, u32 row, i64 slot, LaneFeatures f, Lane<Bits, kVec> lane,
+                            LaneAngles<kVec> angles) {
+  u32 kind = kind_of(p, row);
+  ROPE_POOL_UNIFORM const GpuRows& rows = p.rows[kind];
+  u32 head = row - rows.first;
+  if (kind != 2u) {
+    if (f.turns) lane = Turn<Element, kVec>::apply(lane, p.interleaved != 0u, angles);
+    if (f.turns || p.keeps_unturned == 0u) {
+      ROPE_POOL_DEVICE Bits* to = kind == 0u ? t.q_rot : t.k_rot;
+      store_lane<kVec>(lane, to + times(token, rows.out.token) + times(head, rows.out.head),
+                       rows.out.feature, f);
+    }
+  }
+  if (kind != 0u && slot >= 0 && slot < p.pool_size) {
+    ROPE_POOL_DEVICE Bits* to = kind == 1u ? t.k_pool : t.v_pool;
+    i64 page = page_of(slot, p.pool_size, p.page_size);
+    to += page * rows.pool.page + (slot - page * p.page_size) * rows.pool.row;
+    store_lane<kVec>(lane, to + times(head, rows.pool.head), rows.pool.feature, f);
+  }
+}
+
+// Every thread of a group comes here. `shared`: the group's memory, 2 floats for each of its pairs
+// of each of its tokens.
+template <class Element, int kVec, class Bits>
+ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
+                                          ROPE_POOL_UNIFORM const GpuParams& p, u32 num_tokens,
+                                          ThreadPosition at, ROPE_POOL_SHARED float* shared) {
+  u32 pairs_per_group = at.lanes_per_group * kVec;
+  ROPE_POOL_SHARED float* cos = shared + at.token_in_group * pairs_per_group * 2u;
+  ROPE_POOL_SHARED float* sin = cos + pairs_per_group;
+  bool is_token = at.token < num_tokens;
+  bool is_lane = is_token && times(at.lane, 2 * kVec) < p.head_dim;
+
+  // First everything that can be asked of memory at once: slot, position, frequency, a row.
+  u32 row = at.first_row;
+  u32 end_row = is_lane ? at.end_row : 0u;
+  Index slot;
+  if (end_row > p.rows[1].first) {
+    slot = load_index(t.slots, p.slots_are_int64, times(at.token, p.slots_stride));
+  }
+  // Angles are dealt out to the token's threads. v's rows need none.
+  u32 share = at.row_in_group * at.lanes_per_group + at.lane_in_group;
+  u32 shares = at.rows_per_group * at.lanes_per_group;
+  i64 first_pair = times(at.lane - at.lane_in_group, kVec);
+  i64 pairs_left = is_token ? p.num_pairs - first_pair : 0;
+  u32 num_angles =
+      pairs_left < (i64)pairs_per_group ? (u32)(pairs_left < 0 ? 0 : pairs_left) : pairs_per_group;
+  AngleParts parts;
+  if (share < num_angles) parts = load_angle(t, p, at.token, first_pair + share);
+  LaneFeatures f = lane_features<kVec>(p, at.lane);
+  Lane<Bits, kVec> lane;
+  if (row < end_row) lane = load_row<kVec>(t, p, at.token, row, f);
+
+  for (u32 i = share; i < num_angles; i += shares) {
+    Angle<float> angle = angle_from(parts, t, p, first_pair + i);
+    cos[i] = angle.cos;
+    sin[i] = angle.sin;
+    if (i + shares < num_angles) parts = load_angle(t, p, at.token, first_pair + i + shares);
+  }
+  ROPE_POOL_BARRIER();
+  LaneAngles<kVec> angles;
+  read_angles<kVec>(cos + at.lane_in_group * kVec, angles.cos);
+  read_angles<kVec>(sin + at.lane_in_group * kVec, angles.sin);
+
+  // The next row's loads go ahead of this one's stores, which the compiler may not do by itself:
+  // q_rot may be q.
+  while (row < end_row) {
+    u32 next_row = row + at.rows_per_group;
+    Lane<Bits, kVec> next;
+    if (next_row < end_row) next = load_row<kVec>(t, p, at.token, next_row, f);
+    store_row<Element, kVec>(t, p, at.token, row, value_of(slot, p.slots_are_int64), f, lane,
+                             angles);
+    lane = next;
+    row = next_row;
+  }
+}
+
+}  // namespace rope_pool

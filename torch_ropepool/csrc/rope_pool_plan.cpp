@@ -1,0 +1,165 @@
+#include "rope_pool_plan.h"
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+namespace rope_pool {
+namespace {
+
+constexpr i64 kVectorBytes = 16;
+
+RowStrides row_strides(const TensorView& t) { return {t.strides[0], t.strides[1], t.strides[2]}; }
+
+PoolStrides pool_strides(const TensorView& t) {
+  if (t.ndim == 4) return {t.strides[0], t.strides[1], t.strides[2], t.strides[3]};
+  return {0, t.strides[0], t.strides[1], t.strides[2]};
+}
+
+double inv_freq_at(const TensorView& t, i64 i) {
+  return t.dtype == DType::kFloat64 ? static_cast<const double*>(t.data)[i * t.strides[0]]
+                                    : double{static_cast<const float*>(t.data)[i * t.strides[0]]};
+}
+
+// Whether every chunk of the tensor that begins at a multiple of `chunk` elements is one aligned
+// access of kVectorBytes.
+bool is_vectorized(const TensorView& t, i64 chunk) {
+  const i64 last = t.ndim - 1;
+  if (t.strides[last] != 1 || t.byte_address % kVectorBytes != 0) return false;
+  for (i64 dim = 0; dim < last; ++dim) {
+    if (t.sizes[dim] > 1 && t.strides[dim] % chunk != 0) return false;
+  }
+  return true;
+}
+
+i64 divide_up(i64 a, i64 b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+RopePoolParams params_of(const RopePoolArgs& args, const TensorView& q_rot,
+                         const TensorView& k_rot) {
+  RopePoolParams p{};
+  p.num_qo_heads = args.num_qo_heads;
+  p.num_kv_heads = args.num_kv_heads;
+  p.head_dim = args.head_dim;
+  p.pool_size = args.pool_size();
+  p.page_size = args.page_size.value_or(args.pool_size());
+  p.num_pairs = args.num_pairs();
+  p.pair_step = args.interleaved ? 2 : 1;
+  p.pair_distance = args.interleaved ? 1 : p.num_pairs;
+  p.q = row_strides(args.q);
+  p.k = row_strides(args.k);
+  p.v = row_strides(args.v);
+  p.q_rot = row_strides(q_rot);
+  p.k_rot = row_strides(k_rot);
+  p.k_pool = pool_strides(args.k_pool);
+  p.v_pool = pool_strides(args.v_pool);
+  return p;
+}
+
+bool has_device_inv_freq(const RopePoolArgs& args) {
+  return args.inv_freq && args.inv_freq->device_type == args.q.device_type &&
+         args.inv_freq->device_index == args.q.device_index;
+}
+
+std::shared_ptr<const FrequencyTable> table_of(const RopePoolArgs& args) {
+  if (!args.inv_freq) {
+    return frequency_table(*args.rope_base, static_cast<std::size_t>(2 * args.num_pairs()));
+  }
+  std::vector<double> inv_freq(static_cast<std::size_t>(args.num_pairs()));
+  for (std::size_t i = 0; i < inv_freq.size(); ++i) {
+    inv_freq[i] = inv_freq_at(*args.inv_freq, static_cast<i64>(i));
+    if (std::isfinite(inv_freq[i])) continue;
+    const char* text = std::isnan(inv_freq[i]) ? "nan" : inv_freq[i] > 0 ? "inf" : "-inf";
+    throw std::invalid_argument(std::string("inv_freq must be finite, got ") + text + " at index " +
+                                std::to_string(i));
+  }
+  return frequency_table(inv_freq);
+}
+
+bool check_slots(const IndexArray& slots, i64 num_tokens, i64 pool_size) {
+  bool increasing = true;
+  i64 previous = -1;
+  for (i64 token = 0; token < num_tokens; ++token) {
+    const i64 slot = slots.at(0, token);
+    if (slot < 0) continue;
+    if (slot >= pool_size) {
+      throw std::out_of_range("slots[" + std::to_string(token) + "] is " + std::to_string(slot) +
+                              ", out of range for pool_size " + std::to_string(pool_size) +
+                              "; a negative slot means: do not store");
+    }
+    increasing = increasing && slot > previous;
+    previous = slot;
+  }
+  return increasing;
+}
+
+GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot,
+                    i64 enough_groups) {
+  GpuPlan plan{};
+  GpuParams& p = plan.params;
+  const RopePoolParams rope = params_of(args, q_rot, k_rot);
+  const i64 num_rows = rope.num_qo_heads + 2 * rope.num_kv_heads;
+  if (std::max({num_rows, args.head_dim, args.num_tokens()}) > INT_MAX) {
+    throw std::invalid_argument("rope_pool_fused: too many tokens, heads or features for a GPU");
+  }
+  const i64 first_v = rope.num_qo_heads + rope.num_kv_heads;
+  p.rows[0] = {rope.q, rope.q_rot, {}, 0, 0};
+  p.rows[1] = {rope.k, rope.k_rot, rope.k_pool, static_cast<u32>(rope.num_qo_heads), 0};
+  p.rows[2] = {rope.v, {}, rope.v_pool, static_cast<u32>(first_v), 0};
+  p.num_rows = static_cast<u32>(num_rows);
+  p.head_dim = rope.head_dim;
+  p.num_pairs = rope.num_pairs;
+  p.pool_size = rope.pool_size;
+  p.page_size = rope.page_size;
+  p.interleaved = args.interleaved ? 1 : 0;
+  p.keeps_unturned = q_rot.data == args.q.data ? 1 : 0;
+  const IndexArray positions = index_array(args.positions);
+  const IndexArray slots = index_array(args.slots);
+  p.positions_axis_stride = positions.row_stride;
+  p.positions_stride = positions.token_stride;
+  p.slots_stride = slots.token_stride;
+  p.positions_are_int64 = positions.is_int64 ? 1 : 0;
+  p.slots_are_int64 = slots.is_int64 ? 1 : 0;
+  if (has_device_inv_freq(args)) {
+    p.inv_freq_itemsize = static_cast<u32>(args.inv_freq->itemsize);
+    p.inv_freq_stride = args.inv_freq->strides[0];
+  }
+  if (args.mrope_section) {
+    p.has_mrope = 1;
+    p.mrope_interleaved = args.mrope_interleaved ? 1 : 0;
+    std::copy(args.mrope_section->begin(), args.mrope_section->end(), p.mrope_section);
+  }
+  p.attention_scaling = static_cast<float>(args.attention_scaling);
+
+  const i64 chunk = kVectorBytes / args.q.itemsize;
+  plan.vectorized =
+      p.num_pairs % chunk == 0 && (args.head_dim - 2 * p.num_pairs) % (2 * chunk) == 0;
+  for (const TensorView* t :
+       {&args.q, &args.k, &args.v, &q_rot, &k_rot, &args.k_pool, &args.v_pool}) {
+    plan.vectorized = plan.vectorized && is_vectorized(*t, chunk);
+  }
+
+  constexpr i64 kThreads = ROPE_POOL_THREADS_PER_GROUP;
+  constexpr i64 kMaxRowsPerThread = 4;
+  const i64 num_lanes = divide_up(args.head_dim, 2 * (plan.vectorized ? chunk : 1));
+  plan.num_tokens = args.num_tokens();
+  plan.lanes_per_group = std::min(num_lanes, kThreads);
+  plan.lane_groups = divide_up(num_lanes, plan.lanes_per_group);
+
+  const i64 most_rows = std::min(kThreads / plan.lanes_per_group, num_rows);
+  const i64 groups_per_row = plan.lane_groups * std::max(plan.num_tokens, i64{1});
+  plan.rows_per_thread = std::clamp(num_rows * groups_per_row / (most_rows * enough_groups), i64{1},
+                                    std::min(kMaxRowsPerThread, divide_up(num_rows, most_rows)));
+  plan.row_groups = divide_up(num_rows, most_rows * plan.rows_per_thread);
+  plan.rows_per_group = divide_up(num_rows, plan.row_groups * plan.rows_per_thread);
+  plan.tokens_per_group =
+      std::clamp(kThreads / (plan.lanes_per_group * plan.rows_per_group), i64{1},
+                 std::min(std::max(plan.num_tokens, i64{1}), i64{64}));  // CUDA allows 64
+  plan.token_groups = divide_up(plan.num_tokens, plan.tokens_per_group);
+  return plan;
+}
+
+}  // namespace rope_pool

@@ -1,0 +1,46 @@
+// From checked arguments to what the kernels read. No torch in here.
+#pragma once
+
+#include <memory>
+
+#include "contract.h"
+#include "frequency_table.h"
+#include "index_array.h"
+#include "rope_pool_params.h"
+
+namespace rope_pool {
+
+RopePoolParams params_of(const RopePoolArgs& args, const TensorView& q_rot,
+                         const TensorView& k_rot);
+
+// Whether inv_freq is on the tensors' own device, where the kernel reads it.
+bool has_device_inv_freq(const RopePoolArgs& args);
+
+// From rope_base, or from an inv_freq on the CPU. Throws std::invalid_argument for an inv_freq that
+// is not finite.
+std::shared_ptr<const FrequencyTable> table_of(const RopePoolArgs& args);
+
+// Throws std::out_of_range for the first slot that is not below pool_size. Returns whether the
+// slots that are stored to increase strictly, so that no two are the same.
+bool check_slots(const IndexArray& slots, i64 num_tokens, i64 pool_size);
+
+// How a GPU kernel is launched. A group has lanes x rows x tokens threads, and so does the grid
+// (rope_pool_kernel.h).
+struct GpuPlan {
+  GpuParams params;
+  bool vectorized;  // a lane's chunks have 16 bytes, else one element
+  i64 num_tokens;
+  i64 rows_per_group;  // threads in a group's second dimension
+  i64 rows_per_thread;
+  i64 lanes_per_group;
+  i64 tokens_per_group;
+  i64 lane_groups;
+  i64 row_groups;
+  i64 token_groups;
+};
+
+// A token's rows are split over more groups until there are `enough_groups`.
+GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot,
+                    i64 enough_groups);
+
+}  // namespace rope_pool
