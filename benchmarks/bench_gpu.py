@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import math
 import statistics
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -142,21 +144,17 @@ class Floor:
     def empty(self) -> None:
         self.library.empty_launch(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
 
-    def best(self, problem: Problem, in_place: bool, **timing: object) -> tuple[float, str]:
-        chunks = sum(
-            t[0].nbytes // 16 for t in (problem.inputs[0].q, problem.inputs[0].k, problem.inputs[0].v)
-        )
+    def best(self, problem: Problem, in_place: bool) -> tuple[float, str]:
+        """Seconds, and what the fastest variant was."""
+        chunks = sum(t[0].nbytes // 16 for t in problem.inputs[0].args()[:3])
         found = (math.inf, "")
-        for variant in range(6):
-            for threads in (32, 64, 128, 256, 512):
-                for splits in {1, max(1, -(-chunks // (threads * 2 ** (variant // 2))))}:
-                    if splits > 1 and problem.num_tokens > 4096:
-                        continue
-                    seconds = time_graph(
-                        problem, lambda x: self.call(x, variant, threads, splits, in_place), rounds=3, **timing
-                    )  # fmt: skip
-                    name = f"{2 ** (variant // 2)} chunks a thread{', streaming' * (variant % 2)}, "
-                    found = min(found, (seconds, f"{name}{threads} threads, {splits} blocks a token"))
+        for variant, threads in itertools.product(range(6), (32, 64, 128, 256, 512)):
+            unroll = 2 ** (variant // 2)
+            most_splits = max(1, -(-chunks // (threads * unroll))) if problem.num_tokens <= 4096 else 1
+            for splits in {1, most_splits}:
+                copy = partial(self.call, variant=variant, threads=threads, splits=splits, in_place=in_place)
+                name = f"{unroll} chunks a thread{', streaming' * (variant % 2)}, {threads} threads"
+                found = min(found, (time_graph(problem, copy, rounds=3), f"{name}, {splits} blocks a token"))
         return found
 
 
@@ -278,8 +276,9 @@ def main() -> None:
                             }
                         )
                         print(
-                            f"| {shape} | {dtype} | {num_tokens} | {form} | {1e6 * seconds:.2f} | {1e6 * copy:.2f} "
-                            f"| {copy / seconds:.3f} | {problem.bytes / seconds / 1e9:.0f} | {variant} |",
+                            f"| {shape} | {dtype} | {num_tokens} | {form} | {1e6 * seconds:.2f} "
+                            f"| {1e6 * copy:.2f} | {copy / seconds:.3f} "
+                            f"| {problem.bytes / seconds / 1e9:.0f} | {variant} |",
                             flush=True,
                         )
                     del problem

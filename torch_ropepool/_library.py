@@ -25,7 +25,7 @@ def library_path() -> Path:
 
 
 def cuda_library_path() -> Path:
-    """The library with the CUDA kernels, which is there if it was built with nvcc. Load it after the other."""
+    """The library with the CUDA kernels, there if it was built with nvcc. Load it after the other."""
     return Path(__file__).with_name("librope_pool_cuda" + SUFFIX)
 
 
@@ -47,6 +47,7 @@ def load() -> ctypes.CDLL:
         raise ImportError(f"torch_ropepool's compiled library does not load ({error}): {REBUILD}") from error
     library = ctypes.CDLL(str(path))
     library.rope_pool_version.restype = ctypes.c_char_p
+    library.rope_pool_cpu_isa.restype = ctypes.c_char_p
     built_as = library.rope_pool_version().decode()
     if built_as != __version__:
         raise ImportError(

@@ -1,7 +1,9 @@
 // Plain C functions of the library, for torch_ropepool/_library.py and the tests.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include "frequency_table.h"
+#include <exception>
+
+#include "cpu/rope_pool_cpu_kernel.h"
 #include "overlap.h"
 
 #if defined(_WIN32)
@@ -12,6 +14,15 @@
 
 // The package version that this library was built as.
 ROPE_POOL_EXPORT const char* rope_pool_version() { return ROPE_POOL_VERSION; }
+
+// Of the CPU kernel: "baseline", "avx2".
+ROPE_POOL_EXPORT const char* rope_pool_cpu_isa() {
+  try {
+    return rope_pool::cpu_isa_name();
+  } catch (const std::exception&) {
+    return "not the one that TORCH_ROPEPOOL_CPU_ISA names";
+  }
+}
 
 // 0 no, 1 yes, 2 undecided. The arguments are those of rope_pool::View.
 ROPE_POOL_EXPORT int rope_pool_overlap(std::uint64_t a_address, std::int64_t a_itemsize,

@@ -419,8 +419,10 @@ ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
   }
   ROPE_POOL_BARRIER();
   LaneAngles<kVec> angles;
-  read_angles<kVec>(cos + at.lane_in_group * kVec, angles.cos);
-  read_angles<kVec>(sin + at.lane_in_group * kVec, angles.sin);
+  if (row < end_row && f.turns) {
+    read_angles<kVec>(cos + at.lane_in_group * kVec, angles.cos);
+    read_angles<kVec>(sin + at.lane_in_group * kVec, angles.sin);
+  }
 
   // The next row's loads go ahead of this one's stores, which the compiler may not do by itself:
   // q_rot may be q.

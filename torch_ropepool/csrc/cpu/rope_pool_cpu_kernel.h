@@ -32,5 +32,6 @@ using RopePoolTokens = void (*)(const CpuLaunch& launch, i64 begin, i64 end);
 // that TORCH_ROPEPOOL_CPU_ISA names. The same bits from each. Throws std::runtime_error if that
 // variable names none that is here.
 RopePoolTokens rope_pool_tokens(DType dtype);
+const char* cpu_isa_name();
 
 }  // namespace rope_pool

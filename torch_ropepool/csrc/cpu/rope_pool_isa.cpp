@@ -73,11 +73,15 @@ const Isa& choose_isa() {
                            " on this machine, got " + wanted);
 }
 
+const Isa& chosen_isa() {
+  static const Isa& isa = choose_isa();
+  return isa;
+}
+
 }  // namespace
 
-RopePoolTokens rope_pool_tokens(DType dtype) {
-  static const Isa& isa = choose_isa();
-  return isa.kernel_for(dtype);
-}
+RopePoolTokens rope_pool_tokens(DType dtype) { return chosen_isa().kernel_for(dtype); }
+
+const char* cpu_isa_name() { return chosen_isa().name; }
 
 }  // namespace rope_pool
