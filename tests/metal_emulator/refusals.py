@@ -1,0 +1,188 @@
+"""What clang accepts and Metal does not: each refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from .errors import CompileError
+from .translate import ENTRIES, Token
+
+# Metal Shading Language Specification, 'Restrictions' and 'Scalar Data Types'.
+WORDS = {
+    "double": "Metal has no double",
+    "new": "Metal has no new",
+    "delete": "Metal has no delete",
+    "throw": "Metal has no exceptions",
+    "try": "Metal has no exceptions",
+    "catch": "Metal has no exceptions",
+    "virtual": "Metal has no virtual functions",
+    "typeid": "Metal has no run-time type information",
+    "dynamic_cast": "Metal has no run-time type information",
+    "noexcept": "Metal has no noexcept",
+    "goto": "Metal has no goto",
+    "register": "Metal has no register variables",
+    "thread_local": "Metal has no thread_local",
+    "asm": "Metal has no inline assembly",
+    "std": "Metal has no C++ standard library",
+    "main": "a Metal function may not be named main",
+    "__int128": "Metal has no 128-bit integers",
+    "__attribute__": "Metal's attributes are written [[...]]",
+    "address_space": "Metal's address spaces have names",
+}
+SPACES = r"\b(?:device|constant|threadgroup|thread)\b"
+
+INCLUDE = re.compile(r"^[ \t]*#[ \t]*(?:include|import)\b[ \t]*(.*)", re.MULTILINE)
+METAL_HEADER = re.compile(r"<metal_\w+>|<simd/simd\.h>")
+METAL_PRAGMA = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+METAL[ \t]+(.*?)[ \t]*$", re.MULTILINE)
+KNOWN_PRAGMA = re.compile(r"fp (?:math_mode ?\( ?(?:safe|relaxed|fast) ?\)|contract ?\( ?(?:off|on|fast) ?\))")
+
+
+def line_of(text: str, offset: int) -> int:
+    return text.count("\n", 0, offset) + 1
+
+
+def check_source(source: str) -> None:
+    """The text as torch gets it."""
+    for offset, character in enumerate(source):
+        if not 0 < ord(character) < 128:
+            raise CompileError(
+                f"line {line_of(source, offset)}: {character!r} is not ASCII, and torch reads a shader as ASCII"
+            )
+    for include in INCLUDE.finditer(source):
+        header = include.group(1).split("//")[0].strip()
+        if not METAL_HEADER.fullmatch(header):
+            raise CompileError(
+                f"line {line_of(source, include.start())}: #include {header}: "
+                "a shader made from a string can include Metal's own headers only"
+            )
+    for pragma in METAL_PRAGMA.finditer(source):
+        if not KNOWN_PRAGMA.fullmatch(pragma.group(1)):
+            raise CompileError(
+                f"line {line_of(source, pragma.start())}: #pragma METAL {pragma.group(1)} is none of Metal's"
+            )
+
+
+def check_tokens(tokens: list[Token]) -> None:
+    """After the preprocessor, so what macros hide is seen and what `#if` drops is not."""
+    words = [t for t in tokens if t.kind not in ("space", "line")]
+    for i, t in enumerate(words):
+        if t.kind == "number":
+            check_number(t)
+        if t.kind != "word":
+            continue
+        if t.text in WORDS:
+            raise CompileError(f"line {t.line}: {WORDS[t.text]}")
+        if t.text == "long":
+            rest = (w.text for w in words[i + 1 :] if w.text not in ("unsigned", "signed", "int", "const"))
+            if (following := next(rest, "")) in ("long", "double"):
+                raise CompileError(f"line {t.line}: Metal has no long {following}")
+        if t.text in ("struct", "class") and words[i - 1].text != "enum":
+            head = []
+            for w in words[i + 1 :]:
+                if w.text in "{;(":
+                    break
+                head.append(w.text)
+            if ":" in head:
+                raise CompileError(f"line {t.line}: Metal has no derived classes")
+
+
+def check_number(t: Token) -> None:
+    text = t.text.lower().replace("'", "")
+    hexadecimal = text.startswith("0x")
+    if not hexadecimal and ("." in text or "e" in text):
+        if text.endswith("l"):
+            raise CompileError(f"line {t.line}: {t.text}: Metal has no long double")
+    elif text.endswith(("ll", "llu")):
+        raise CompileError(f"line {t.line}: {t.text}: Metal has no long long, so no such suffix")
+
+
+def as_metal_literal(t: Token) -> str:
+    """A literal as clang reads it: Metal's floats need no suffix, and it has suffixes for half types."""
+    text = t.text
+    lower = text.lower()
+    if lower.startswith("0x") or not re.fullmatch(r"[0-9.]+(e[-+]?[0-9]+)?(f|h|bf)?", lower):
+        return text
+    number = re.match(r"[0-9.]+(e[-+]?[0-9]+)?", lower)
+    assert number
+    suffix = lower[number.end() :]
+    is_float = "." in number.group() or "e" in number.group()
+    if suffix == "h":
+        return f"((half){number.group()}{'' if is_float else '.'}f)"
+    if suffix == "bf":
+        return f"((bfloat){number.group()}{'' if is_float else '.'}f)"
+    return text + "f" if is_float and not suffix else text
+
+
+DECLARATIONS = {"ParmVarDecl", "VarDecl", "FieldDecl", "FunctionDecl", "CXXMethodDecl"}
+FUNCTION_POINTER = re.compile(r"\([^()]*[*&]+\)\(")
+
+
+class SyntaxCheck:
+    """Walks clang's dump of the shader's own declarations."""
+
+    def __init__(self, text: str, file: str, metal_version: int):
+        self.text = text
+        self.end = text.index(ENTRIES)  # what follows is the translator's
+        self.metal_version = metal_version
+        self.file = file
+        self.current = ""
+
+    def check(self, tree: dict[str, Any]) -> None:
+        for node in self.nodes(tree):
+            self.check_node(node)
+
+    def nodes(self, tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        # clang writes a location's file only where it changes.
+        stack = [tree]
+        while stack:
+            node = stack.pop()
+            self.note_file(node.get("loc", {}))
+            inside = self.current == self.file
+            for end in node.get("range", {}).values():
+                self.note_file(end)
+            if inside and not node.get("isImplicit"):
+                yield node
+            stack.extend(reversed(node.get("inner", [])))
+
+    def note_file(self, location: dict[str, Any]) -> None:
+        for place in (location.get("spellingLoc"), location.get("expansionLoc"), location):
+            if place and "file" in place:
+                self.current = place["file"]
+
+    @staticmethod
+    def offset(location: dict[str, Any]) -> int | None:
+        return location.get("expansionLoc", location).get("offset")
+
+    def line(self, offset: int) -> int:
+        before = self.text[:offset]
+        marker = re.search(r'(?s).*^# (\d+) "[^\n]*\n', before, re.MULTILINE)
+        if not marker:
+            return line_of(self.text, offset)
+        return int(marker.group(1)) + before.count("\n", marker.end())
+
+    def check_node(self, node: dict[str, Any]) -> None:
+        kind = node.get("kind", "")
+        begin = self.offset(node.get("range", {}).get("begin", {}))
+        if begin is None or begin >= self.end:
+            return
+        if kind == "LambdaExpr" and self.metal_version < 320:
+            raise CompileError(f"line {self.line(begin)}: Metal has no lambdas before 3.2")
+        if kind in DECLARATIONS or kind in ("TypedefDecl", "TypeAliasDecl"):
+            qualified = node.get("type", {}).get("qualType", "")
+            if kind not in ("FunctionDecl", "CXXMethodDecl") and FUNCTION_POINTER.search(qualified):
+                raise CompileError(f"line {self.line(begin)}: Metal has no function pointers: {qualified}")
+        if kind in DECLARATIONS and (name := self.offset(node.get("loc", {}))) is not None:
+            start = max(self.text.rfind(c, 0, begin) for c in ";{}(),\n") + 1
+            self.check_pointer(self.text[start:name], begin, node.get("name", ""))
+        if kind == "CStyleCastExpr" and self.text[begin : begin + 1] == "(":
+            self.check_pointer(self.text[begin : self.text.find(")", begin)], begin, "a cast")
+
+    def check_pointer(self, declaration: str, offset: int, name: str) -> None:
+        declaration = re.sub(r"\boperator\b.*", "", declaration)
+        if re.search(r"[*&]", declaration) and not re.search(SPACES, declaration):
+            raise CompileError(
+                f"line {self.line(offset)}: {name}: a pointer or reference needs an address space "
+                "(device, constant, threadgroup or thread)"
+            )
