@@ -21,14 +21,13 @@ import torch
 
 from .errors import CompileError
 from .instrument import Instrumenter
-from .refusals import SyntaxCheck, as_metal_literal, check_source, check_tokens
-from .translate import Kernel, Translator, tokenize
+from .refusals import SyntaxCheck, check_source, check_tokens
+from .translate import INCLUDE_PRAGMA, Kernel, Translator, as_clang_reads, tokenize
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "metal_emulator"
 TORCH = Path(torch.__file__).parent
 CXX = os.environ.get("CXX", "c++")
-INCLUDE_PRAGMA = "#pragma metal_emulator_include"
 
 
 @cache
@@ -110,16 +109,13 @@ class Compiler:
         text = self.preprocess(source)
         tokens = list(tokenize(text))
         check_tokens(tokens)
-        text = "".join(as_metal_literal(t) if t.kind == "number" else t.text for t in tokens)
-        text, kernels = Translator(text).translate()
-        text = re.sub(
-            rf"^{INCLUDE_PRAGMA}$", '#include "metal_stdlib.h"', text, count=1, flags=re.MULTILINE
-        )
-        return re.sub(rf"^{INCLUDE_PRAGMA}$", "", text, flags=re.MULTILINE), kernels
+        text, kernels = Translator("".join(as_clang_reads(t) for t in tokens)).translate()
+        include = re.compile(rf"^#pragma {INCLUDE_PRAGMA}.*", re.MULTILINE)
+        return include.sub("", include.sub('#include "metal_stdlib.h"', text, count=1)), kernels
 
     def preprocess(self, source: str) -> str:
-        # Metal's headers come later: their macros must not be expanded before the translator reads.
-        source = re.sub(r"^[ \t]*#[ \t]*include\b.*", INCLUDE_PRAGMA, source, flags=re.MULTILINE)
+        include = re.compile(r"^[ \t]*#[ \t]*(?:include|import)\b", re.MULTILINE)
+        source = include.sub(f"#pragma {INCLUDE_PRAGMA}", source)
         defines = {
             "__cplusplus": "201402L",
             "__METAL__": "1",
@@ -131,14 +127,7 @@ class Compiler:
         flags += ["-Wno-builtin-macro-redefined", "-Werror=undef"]
         text = run([*clang(), "-E", "-undef", "-x", "c++", "-std=c++14", *flags, "-"], source)
         text = text[text.index('# 1 "<stdin>"') :] if '# 1 "<stdin>"' in text else text
-        text = text.replace('"<stdin>"', '"shader"')
-        text = re.sub(r"^#pragma METAL fp contract ?\( ?(\w+) ?\)", r"#pragma clang fp contract(\1)", text, flags=re.M)
-        return re.sub(
-            r"^#pragma METAL fp math_mode ?\( ?(\w+) ?\)",
-            lambda m: f"#pragma float_control(precise, {'on' if m[1] == 'safe' else 'off'})",
-            text,
-            flags=re.MULTILINE,
-        )
+        return text.replace('"<stdin>"', '"shader"')
 
     def flags(self) -> list[str]:
         return [

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .errors import CompileError
-from .translate import ENTRIES, Token
+from .translate import ENTRIES, INCLUDE_PRAGMA, Token, significant
 
 # Metal Shading Language Specification, 'Restrictions' and 'Scalar Data Types'.
 WORDS = {
@@ -33,10 +33,10 @@ WORDS = {
 }
 SPACES = r"\b(?:device|constant|threadgroup|thread)\b"
 
-INCLUDE = re.compile(r"^[ \t]*#[ \t]*(?:include|import)\b[ \t]*(.*)", re.MULTILINE)
 METAL_HEADER = re.compile(r"<metal_\w+>|<simd/simd\.h>")
-METAL_PRAGMA = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+METAL[ \t]+(.*?)[ \t]*$", re.MULTILINE)
-KNOWN_PRAGMA = re.compile(r"fp (?:math_mode ?\( ?(?:safe|relaxed|fast) ?\)|contract ?\( ?(?:off|on|fast) ?\))")
+PRAGMA = re.compile(r"#[ \t]*pragma[ \t]+(\S+)[ \t]*(.*?)[ \t]*$")
+METAL_PRAGMA = re.compile(r"fp (math_mode|contract) ?\( ?(\w+) ?\)")
+PRAGMA_VALUES = {"math_mode": ("safe", "relaxed", "fast"), "contract": ("off", "on", "fast")}
 
 
 def line_of(text: str, offset: int) -> int:
@@ -50,23 +50,34 @@ def check_source(source: str) -> None:
             raise CompileError(
                 f"line {line_of(source, offset)}: {character!r} is not ASCII, and torch reads a shader as ASCII"
             )
-    for include in INCLUDE.finditer(source):
-        header = include.group(1).split("//")[0].strip()
+
+
+def pragma_of(t: Token) -> tuple[str, str] | None:
+    """`#pragma NAME rest`."""
+    m = PRAGMA.match(t.text) if t.kind == "line" else None
+    return (m[1], m[2]) if m else None
+
+
+def check_pragma(t: Token, name: str, rest: str) -> None:
+    if name == INCLUDE_PRAGMA:
+        header = rest.split("//")[0].strip()
         if not METAL_HEADER.fullmatch(header):
             raise CompileError(
-                f"line {line_of(source, include.start())}: #include {header}: "
+                f"line {t.line}: #include {header}: "
                 "a shader made from a string can include Metal's own headers only"
             )
-    for pragma in METAL_PRAGMA.finditer(source):
-        if not KNOWN_PRAGMA.fullmatch(pragma.group(1)):
-            raise CompileError(
-                f"line {line_of(source, pragma.start())}: #pragma METAL {pragma.group(1)} is none of Metal's"
-            )
+    if name == "METAL":
+        m = METAL_PRAGMA.fullmatch(rest)
+        if not m or m[2] not in PRAGMA_VALUES[m[1]]:
+            raise CompileError(f"line {t.line}: #pragma METAL {rest} is none of Metal's")
 
 
 def check_tokens(tokens: list[Token]) -> None:
     """After the preprocessor, so what macros hide is seen and what `#if` drops is not."""
-    words = [t for t in tokens if t.kind not in ("space", "line")]
+    for t in tokens:
+        if pragma := pragma_of(t):
+            check_pragma(t, *pragma)
+    words = significant(tokens)
     for i, t in enumerate(words):
         if t.kind == "number":
             check_number(t)
@@ -96,23 +107,6 @@ def check_number(t: Token) -> None:
             raise CompileError(f"line {t.line}: {t.text}: Metal has no long double")
     elif text.endswith(("ll", "llu")):
         raise CompileError(f"line {t.line}: {t.text}: Metal has no long long, so no such suffix")
-
-
-def as_metal_literal(t: Token) -> str:
-    """A literal as clang reads it: Metal's floats need no suffix, and it has suffixes for half types."""
-    text = t.text
-    lower = text.lower()
-    if lower.startswith("0x") or not re.fullmatch(r"[0-9.]+(e[-+]?[0-9]+)?(f|h|bf)?", lower):
-        return text
-    number = re.match(r"[0-9.]+(e[-+]?[0-9]+)?", lower)
-    assert number
-    suffix = lower[number.end() :]
-    is_float = "." in number.group() or "e" in number.group()
-    if suffix == "h":
-        return f"((half){number.group()}{'' if is_float else '.'}f)"
-    if suffix == "bf":
-        return f"((bfloat){number.group()}{'' if is_float else '.'}f)"
-    return text + "f" if is_float and not suffix else text
 
 
 DECLARATIONS = {"ParmVarDecl", "VarDecl", "FieldDecl", "FunctionDecl", "CXXMethodDecl"}

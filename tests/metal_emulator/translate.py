@@ -23,6 +23,8 @@ TOKEN = re.compile(
 )
 MARKER = re.compile(r'# (\d+) "')
 
+# Stands where a header was included, until clang gets the text: its macros come after translation.
+INCLUDE_PRAGMA = "metal_emulator_include"
 ENTRIES = '# 1 "entries"'
 
 # What an attribute of a kernel's argument stands for.
@@ -84,6 +86,32 @@ def tokenize(text: str) -> Iterator[Token]:
 
 def significant(tokens: list[Token]) -> list[Token]:
     return [t for t in tokens if t.kind not in ("space", "line")]
+
+
+def as_clang_reads(t: Token) -> str:
+    """Literals and pragmas that Metal has and clang has not."""
+    if t.kind == "number":
+        return literal(t.text)
+    if t.kind != "line":
+        return t.text
+    text = re.sub(r"^#\s*pragma METAL fp contract ?\( ?(\w+) ?\)", r"#pragma clang fp contract(\1)", t.text)
+    return re.sub(
+        r"^#\s*pragma METAL fp math_mode ?\( ?(\w+) ?\)",
+        lambda m: f"#pragma float_control(precise, {'on' if m[1] == 'safe' else 'off'})",
+        text,
+    )
+
+
+def literal(text: str) -> str:
+    """Metal's floats need no suffix, and its half types have one."""
+    m = re.fullmatch(r"(?P<number>[0-9.]+(?:e[-+]?[0-9]+)?)(?P<suffix>f|h|bf)?", text.lower())
+    if text.lower().startswith("0x") or not m:
+        return text
+    number, suffix = m["number"], m["suffix"]
+    is_float = "." in number or "e" in number
+    if suffix in ("h", "bf"):
+        return f"(({'half' if suffix == 'h' else 'bfloat'}){number}{'' if is_float else '.'}f)"
+    return text + "f" if is_float and not suffix else text
 
 
 def split_attributes(tokens: list[Token]) -> tuple[list[Token], dict[str, str]]:

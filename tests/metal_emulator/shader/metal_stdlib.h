@@ -243,10 +243,7 @@ inline T dot(vec<T, N> x, vec<T, N> y) {
 inline uint mulhi(uint x, uint y) { return (uint)(((ulong)x * (ulong)y) >> 32); }
 inline int mulhi(int x, int y) { return (int)(((long)x * (long)y) >> 32); }
 
-template <class To, class From>
-inline To as_type(From from) {
-  return ::as_type<To>(from);
-}
+using ::as_type;
 
 // ---- Threads of a threadgroup
 
