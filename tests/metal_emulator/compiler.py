@@ -199,7 +199,8 @@ def demangle(name: str) -> str:
     library = ctypes.CDLL("libstdc++.so.6")
     library.__cxa_demangle.restype = ctypes.c_void_p
     status = ctypes.c_int()
-    at = library.__cxa_demangle(name.encode(), None, None, ctypes.byref(status))
+    known = re.sub("DF16[_b]", "Dh", name)  # libstdc++ does not know every compiler's half types
+    at = library.__cxa_demangle(known.encode(), None, None, ctypes.byref(status))
     text = ctypes.string_at(at).decode() if at else name
     while (shorter := re.sub(r"<[^<>]*>|\([^()]*\)(?: const)?|\[abi:\w+\]", "", text)) != text:
         text = shorter

@@ -22,6 +22,11 @@ UPDATE = re.compile(
     rf"^\s*(?P<to>%\S+) = atomicrmw (?P<how>(?:volatile )?)(?P<operation>\w+) "
     rf"ptr addrspace\((?P<space>[123])\) (?P<at>{VALUE}), (?P<type>\w+) (?P<value>\S+) (?P<order>\w+), align (?P<align>\d+)(?P<rest>.*)$"
 )
+# Whatever else reaches the memory that is watched.
+UNCHECKED = re.compile(
+    rf"^\s*(?:%\S+ = )?(?:load|store|atomicrmw|cmpxchg)\b.*, ptr addrspace\([123]\) {VALUE}(?: \w+)*, align"
+    r"|^\s*(?:%\S+ = )?(?:atomicrmw|cmpxchg)\b.*ptr addrspace\([123]\)"
+)
 DEFINE = re.compile(r'^define .*?@(?P<name>[\w.$]+|"[^"]*")\(.*\{$')
 GLOBAL = re.compile(
     r'^@(?P<name>[\w.$]+|"[^"]*") = .*?addrspace\((?P<space>[23])\) (?:constant|global) (?P<rest>.*)$'
@@ -132,9 +137,8 @@ class Instrumenter:
             operation = f"atomicrmw {m['operation']} ptr {p}, {m['type']} {m['value']} {m['order']}"
             return [*before, f"  {m['to']} = {operation}, align {m['align']}"]
         where = f"line {self.line_of(line)}"
-        if re.search(r"^\s*(?:%\S+ = )?(?:load|store|atomicrmw|cmpxchg)\b.*, ptr addrspace\([123]\) ", line):
-            if not re.match(r"^\s*store ptr addrspace\([123]\) [^,]*, ptr [%@]", line):
-                raise CompileError(f"{where}: the emulator cannot check this access: {line.strip()}")
+        if UNCHECKED.search(line):
+            raise CompileError(f"{where}: the emulator cannot check this access: {line.strip()}")
         if "addrspacecast" in line:
             raise CompileError(f"{where}: a cast from one address space to another")
         if re.search(r"@llvm\.mem\w+\.[^(]*p[123]", line):

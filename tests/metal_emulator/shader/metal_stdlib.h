@@ -344,6 +344,15 @@ METAL_EMULATOR_ATOMICS(threadgroup)
 
 }  // namespace metal
 
+// clang calls this to round to bfloat; not every system's library has it.
+extern "C" __attribute__((used, weak, visibility("hidden"))) bfloat __truncsfbf2(float x) {
+  uint bits = __builtin_bit_cast(uint, x);
+  uint rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  uint quiet_nan = bits | 0x400000u;
+  ushort half_of = (ushort)(((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded) >> 16);
+  return __builtin_bit_cast(bfloat, half_of);
+}
+
 // ---- How a kernel's arguments are made: from its type, and the attributes that the translator
 // read.
 
