@@ -269,7 +269,7 @@ class Shim:
 
     def create_library(self, source: str) -> ctypes.c_void_p:
         library = ctypes.c_void_p()
-        self.create_shader_library(source.encode("latin-1", "replace"), ctypes.byref(library))
+        self.create_shader_library(source.encode(), ctypes.byref(library))
         return library
 
     def function(self, library: ctypes.c_void_p, name: str) -> ctypes.c_void_p:

@@ -5,7 +5,6 @@ Everything built lies in the repository's `build/`, under the hash of what it wa
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from .errors import CompileError
-from .instrument import Instrumenter
+from .instrument import Instrumenter, demangle
 from .refusals import SyntaxCheck, check_source, check_tokens
 from .translate import INCLUDE_PRAGMA, Kernel, Translator, as_clang_reads, tokenize
 
@@ -82,7 +81,7 @@ class Compiler:
     def compile(self, source: str, runtime: Path) -> Path:
         check_source(source)
         own = [*HERE.glob("*.py"), *(HERE / "shader").iterdir()]
-        key = sources_hash(own, source, str(self.metal_version), str(self.fast_math), runtime.parent.name)
+        key = sources_hash(own, source, str(self.metal_version), str(self.fast_math), runtime.name)
         library = BUILD / "shaders" / f"{key}.so"
         if not library.exists():
             library.parent.mkdir(parents=True, exist_ok=True)
@@ -194,19 +193,6 @@ def link(ir: str, stem: Path, runtime: Path) -> Path:
     return made
 
 
-def demangle(name: str) -> str:
-    """The qualified name of a function, without its arguments."""
-    library = ctypes.CDLL("libstdc++.so.6")
-    library.__cxa_demangle.restype = ctypes.c_void_p
-    status = ctypes.c_int()
-    known = re.sub("DF16[_b]", "Dh", name)  # libstdc++ does not know every compiler's half types
-    at = library.__cxa_demangle(known.encode(), None, None, ctypes.byref(status))
-    text = ctypes.string_at(at).decode() if at else name
-    while (shorter := re.sub(r"<[^<>]*>|\([^()]*\)(?: const)?|\[abi:\w+\]", "", text)) != text:
-        text = shorter
-    return text.split(" ")[-1]
-
-
 # ---- The runtime, and host code
 
 
@@ -221,19 +207,18 @@ def build_library(
     """Compiled with the system's C++ compiler against torch; what is in `link_with` comes before torch."""
     flags = ["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", *flags]
     own = [*sources, *depends]
-    key = sources_hash(own, CXX, *flags, *(path.parent.name for path in link_with))
-    folder = BUILD / f"{name}-{key}"
-    library = folder / f"lib{name}.so"
+    key = sources_hash(own, CXX, *flags, *(path.name for path in link_with))
+    library = BUILD / f"lib{name}-{key}.so"
     if library.exists():
         return library
-    folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f"{os.getpid()}.so"
+    BUILD.mkdir(parents=True, exist_ok=True)
+    made = library.with_suffix(f".{os.getpid()}.so")
     run(
         [
             *(CXX, *flags, f"-I{TORCH / 'include'}", "-shared", *map(str, sources)),
             *("-Wl,--no-as-needed", *map(str, link_with)),
-            *(f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}", "-ldl"),
-            *(f"-Wl,-soname,lib{name}-{key}.so", "-o", str(made)),
+            *(f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10", "-ldl"),
+            *(f"-Wl,-rpath,{TORCH / 'lib'}:{BUILD}", f"-Wl,-soname,{library.name}", "-o", str(made)),
         ]
     )
     return into_place(made, library)

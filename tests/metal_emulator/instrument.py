@@ -5,6 +5,7 @@ Done before any optimisation, so that what is counted and checked is what the sh
 
 from __future__ import annotations
 
+import ctypes
 import re
 
 from .errors import CompileError
@@ -29,8 +30,10 @@ UNCHECKED = re.compile(
 )
 DEFINE = re.compile(r'^define .*?@(?P<name>[\w.$]+|"[^"]*")\(.*\{$')
 GLOBAL = re.compile(
-    r'^@(?P<name>[\w.$]+|"[^"]*") = .*?addrspace\((?P<space>[23])\) (?:constant|global) (?P<rest>.*)$'
+    r'^(?P<head>@(?P<name>[\w.$]+|"[^"]*") = .*?addrspace\((?P<space>[23])\) (?:constant|global) )'
+    r"(?P<rest>.*?)(?P<tail>(?:, comdat(?:\([^)]*\))?)?, align \d+.*)$"
 )
+GUARD = "[256 x i8]"  # after each global, so that what lies beyond it is no other one
 LOCATION = re.compile(r"^(!\d+) = .*!DILocation\(line: (\d+)")
 CALL = re.compile(r'\bcall .*?@(?P<name>[\w.$]+|"[^"]*")\(')
 INDIRECT = re.compile(r"\bcall [^@(]*?%[\w.]+\(")
@@ -38,8 +41,22 @@ TYPE = re.compile(r"<.+?>|\[.+\]|\{.+\}|%\S+|[\w]+(?: addrspace\(\d\))?")
 
 DECLARATIONS = """
 declare ptr @metal_emulator_access(i64, i64, i64, i32, i32)
+declare void @metal_emulator_undefined(i32, i32)
 @metal_emulator_calls = global [{count} x i64] [ {counts} ]
 """
+UNDEFINED = re.compile(r"^\s*call void @__ubsan_handle_(\w+)_minimal\(")
+UNDEFINED_KINDS = (
+    "out_of_bounds",
+    "shift_out_of_bounds",
+    "divrem_overflow",
+    "add_overflow",
+    "sub_overflow",
+    "mul_overflow",
+    "negate_overflow",
+    "float_cast_overflow",
+    "missing_return",
+    "builtin_unreachable",
+)
 READ, WRITE, ATOMIC_READ, ATOMIC_WRITE, ATOMIC_UPDATE = range(5)
 
 
@@ -58,6 +75,19 @@ def first_type(text: str) -> str:
     return text.split(" ")[0].rstrip(",")
 
 
+def demangle(name: str) -> str:
+    """The qualified name of a function, without its arguments."""
+    library = ctypes.CDLL("libstdc++.so.6")
+    library.__cxa_demangle.restype = ctypes.c_void_p
+    status = ctypes.c_int()
+    known = re.sub("DF16[_b]", "Dh", name)  # libstdc++ does not know every compiler's half types
+    at = library.__cxa_demangle(known.encode(), None, None, ctypes.byref(status))
+    text = ctypes.string_at(at).decode() if at else name
+    while (shorter := re.sub(r"<[^<>]*>|\([^()]*\)(?: const)?|\[abi:\w+\]", "", text)) != text:
+        text = shorter
+    return text.split(" ")[-1]
+
+
 class Instrumenter:
     def __init__(self, ir: str):
         self.lines = ir.splitlines()
@@ -73,7 +103,11 @@ class Instrumenter:
         pending_count = False
         for line in self.lines:
             if m := GLOBAL.match(line):
-                globals_.append((m["name"], first_type(m["rest"]), m["space"]))
+                llvm_type = first_type(m["rest"])
+                globals_.append((m["name"], llvm_type, m["space"]))
+                guarded = f"{{ {llvm_type}, {GUARD} }} {{ {m['rest']}, {GUARD} zeroinitializer }}"
+                out.append(f"{m['head']}{guarded}{m['tail']}")
+                continue
             if m := DEFINE.match(line):
                 function = m["name"].strip('"')
                 out.append(line)
@@ -136,6 +170,9 @@ class Instrumenter:
             before, p = self.access(m, m["type"], ATOMIC_UPDATE, line)
             operation = f"atomicrmw {m['operation']} ptr {p}, {m['type']} {m['value']} {m['order']}"
             return [*before, f"  {m['to']} = {operation}, align {m['align']}"]
+        if m := UNDEFINED.match(line):
+            kind = UNDEFINED_KINDS.index(m[1])
+            return [f"  call void @metal_emulator_undefined(i32 {kind}, i32 {self.line_of(line)})"]
         where = f"line {self.line_of(line)}"
         if UNCHECKED.search(line):
             raise CompileError(f"{where}: the emulator cannot check this access: {line.strip()}")
@@ -154,7 +191,7 @@ class Instrumenter:
         out = [DECLARATIONS.format(count=len(counts), counts=", ".join(counts))]
         rows = []
         for i, (name, llvm_type, space) in enumerate(globals_):
-            text = name.strip('"')
+            text = demangle(name.strip('"'))
             out.append(f'@metal_emulator_name_{i} = private constant [{len(text) + 1} x i8] c"{text}\\00"')
             rows.append(
                 f"{{ ptr, i64, i64, i32 }} {{ ptr @metal_emulator_name_{i}, "
@@ -173,7 +210,7 @@ class Instrumenter:
 
         def visit(function: str, path: list[str]) -> None:
             if function in path:
-                raise CompileError(f"Metal has no recursion: {function} calls itself")
+                raise CompileError(f"Metal has no recursion: {demangle(function)} calls itself")
             if function in done:
                 return
             for callee in self.calls.get(function, ()):

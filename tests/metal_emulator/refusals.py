@@ -124,21 +124,23 @@ class SyntaxCheck:
         self.current = ""
 
     def check(self, tree: dict[str, Any]) -> None:
-        for node in self.nodes(tree):
-            self.check_node(node)
+        for node, parent in self.nodes(tree):
+            self.check_node(node, parent)
 
-    def nodes(self, tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def nodes(self, tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+        """Those of the shader's text, each with its parent's kind."""
         # clang writes a location's file only where it changes.
-        stack = [tree]
+        stack = [(tree, "")]
         while stack:
-            node = stack.pop()
-            self.note_file(node.get("loc", {}))
+            node, parent = stack.pop()
+            ends = node.get("range", {})
+            self.note_file(node.get("loc") or ends.get("begin", {}))
             inside = self.current == self.file
-            for end in node.get("range", {}).values():
+            for end in ends.values():
                 self.note_file(end)
             if inside and not node.get("isImplicit"):
-                yield node
-            stack.extend(reversed(node.get("inner", [])))
+                yield node, parent
+            stack.extend((child, node.get("kind", "")) for child in reversed(node.get("inner", [])))
 
     def note_file(self, location: dict[str, Any]) -> None:
         for place in (location.get("spellingLoc"), location.get("expansionLoc"), location):
@@ -156,7 +158,7 @@ class SyntaxCheck:
             return line_of(self.text, offset)
         return int(marker.group(1)) + before.count("\n", marker.end())
 
-    def check_node(self, node: dict[str, Any]) -> None:
+    def check_node(self, node: dict[str, Any], parent: str) -> None:
         kind = node.get("kind", "")
         begin = self.offset(node.get("range", {}).get("begin", {}))
         if begin is None or begin >= self.end:
@@ -170,6 +172,11 @@ class SyntaxCheck:
         if kind in DECLARATIONS and (name := self.offset(node.get("loc", {}))) is not None:
             start = max(self.text.rfind(c, 0, begin) for c in ";{}(),\n") + 1
             self.check_pointer(self.text[start:name], begin, node.get("name", ""))
+            at_namespace_scope = kind == "VarDecl" and parent in ("TranslationUnitDecl", "NamespaceDecl")
+            if at_namespace_scope and not re.search(r"\bconstant\b", self.text[start:name]):
+                raise CompileError(
+                    f"line {self.line(begin)}: {node['name']}: a variable at namespace scope must be constant"
+                )
         if kind == "CStyleCastExpr" and self.text[begin : begin + 1] == "(":
             self.check_pointer(self.text[begin : self.text.find(")", begin)], begin, "a cast")
 

@@ -4,6 +4,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <csetjmp>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
@@ -121,6 +122,8 @@ uint64_t address_of(unsigned index, int64_t offset) {
   return (uint64_t{index} + 1) << kIndexShift | (kMiddle + static_cast<uint64_t>(offset));
 }
 
+constexpr int64_t kGuardBytes = 256;  // after each global: instrument.py
+
 // ---- Threads
 
 constexpr std::size_t kStackBytes = 128 << 10;
@@ -149,6 +152,7 @@ class Execution {
   void barrier(uint32_t flags, uint32_t line);
   void exchange(const void* mine, uint32_t size, void* all, uint32_t line);
   void fault(const std::string& kind, uint32_t line, const std::string& text);
+  [[noreturn]] void abandon();
   uint32_t lane() const { return fiber_->thread.lane; }
   DispatchRecord record() const;
 
@@ -180,6 +184,7 @@ class Execution {
   std::size_t num_fibers_ = 0;
   Fiber* fiber_ = nullptr;
   ucontext_t scheduler_;
+  std::jmp_buf next_thread_;
   uint64_t group_number_ = 0;
   uint32_t device_epoch_ = 0;
   uint32_t group_epoch_ = 0;
@@ -300,8 +305,15 @@ void Execution::run_group() {
   if (shader_.has_barriers()) return run_fibers(order);
   for (std::size_t i : order) {
     fiber_ = fibers_[i].get();
-    kernel_.run(&fiber_->thread);
+    if (setjmp(next_thread_) == 0) kernel_.run(&fiber_->thread);
   }
+}
+
+// Ends the thread that runs now, where the CPU could not go on. A shader has no destructors.
+void Execution::abandon() {
+  if (!shader_.has_barriers()) std::longjmp(next_thread_, 1);
+  suspend(State::kDone, 0);
+  std::abort();
 }
 
 // ---- Fibers: each thread runs up to a barrier, then the next one does.
@@ -447,7 +459,7 @@ void* Execution::access(uint64_t address, int64_t size, int64_t alignment, Acces
   } else if (auto after = globals_.upper_bound(address); after != globals_.begin()) {
     region = &std::prev(after)->second;
     offset = static_cast<int64_t>(address - std::prev(after)->first);
-    if (offset > region->storage->size + 4096) region = nullptr;
+    if (offset >= region->storage->size + kGuardBytes) region = nullptr;
   }
   if (region == nullptr) {
     fault("nowhere", line, verb + amount + "through a pointer into no buffer");
@@ -746,19 +758,22 @@ void metal_emulator_exchange(const void* mine, uint32_t size, void* all, uint32_
 
 uint32_t metal_emulator_lane() { return current->lane(); }
 
-// clang's checks for what C++ leaves undefined.
-#define METAL_EMULATOR_UNDEFINED(handler, text)                   \
-  void __ubsan_handle_##handler##_minimal() {                     \
-    current->fault(#handler, 0, "undefined behaviour: " text);    \
-  }
-METAL_EMULATOR_UNDEFINED(out_of_bounds, "an index outside its array")
-METAL_EMULATOR_UNDEFINED(shift_out_of_bounds, "a shift by more than the width, or a negative one")
-METAL_EMULATOR_UNDEFINED(divrem_overflow, "a division by zero, or that overflows")
-METAL_EMULATOR_UNDEFINED(add_overflow, "a signed sum that overflows")
-METAL_EMULATOR_UNDEFINED(sub_overflow, "a signed difference that overflows")
-METAL_EMULATOR_UNDEFINED(mul_overflow, "a signed product that overflows")
-METAL_EMULATOR_UNDEFINED(negate_overflow, "a signed negation that overflows")
-METAL_EMULATOR_UNDEFINED(float_cast_overflow, "a float that its integer type cannot hold")
-METAL_EMULATOR_UNDEFINED(missing_return, "the end of a function that returns a value")
-METAL_EMULATOR_UNDEFINED(builtin_unreachable, "a place that cannot be reached")
+// What C++ leaves undefined: instrument.py has the same order.
+void metal_emulator_undefined(uint32_t kind, uint32_t line) {
+  static const char* const kTexts[] = {
+      "an index outside its array",
+      "a shift by more than the width, or a negative one",
+      "a division by zero, or that overflows",
+      "a signed sum that overflows",
+      "a signed difference that overflows",
+      "a signed product that overflows",
+      "a signed negation that overflows",
+      "a float that its integer type cannot hold",
+      "the end of a function that returns a value",
+      "a place that cannot be reached",
+  };
+  const std::string text = std::string("undefined behaviour: ") + kTexts[kind];
+  current->fault(text, line, text);
+  current->abandon();
+}
 }
