@@ -122,8 +122,8 @@ def math_rows(name: str) -> torch.Tensor:
     wide = MATH_CALLS[name][0] == "long"
     bits = 64 if wide else 32
     edges = [0, 1, -1, 2**31 - 1, -(2**31), 0x20000000, 0x1FFFFFFF, 0x7F7FFFFF, 0x00800000, 0x007FFFFF]
-    row = lambda: [numbers.randrange(-(2 ** (bits - 1)), 2 ** (bits - 1)) for _ in range(3)]
-    rows = [[edge, *row()[1:]] for edge in edges] + [row() for _ in range(3000)]
+    rows = [[numbers.randrange(-(2 ** (bits - 1)), 2 ** (bits - 1)) for _ in range(3)] for _ in range(3000)]
+    rows += [[edge, *row[1:]] for edge, row in zip(edges, rows, strict=False)]
     if name == "frequency_":  # of finite numbers only
         rows = [[x & ~0x00800000 if (x >> 23) & 0xFF == 0xFF else x, 0, 0] for x, _, _ in rows]
     return torch.tensor(rows, dtype=torch.int64 if wide else torch.int32)

@@ -165,7 +165,7 @@ class Translator:
         self.at = 0
         self.out: list[str] = []
         self.kernels: list[Kernel] = []
-        self.templates: dict[str, list[Parameter]] = {}
+        self.templates: dict[str, Kernel] = {}
 
     def translate(self) -> tuple[str, list[Kernel]]:
         self.scope([])
@@ -255,14 +255,15 @@ class Translator:
     def kernel(
         self, head: list[Token], attributes: dict[str, str], namespaces: list[str], instantiation: bool
     ) -> list[Token]:
-        line = significant(head)[0].line
+        """Notes the kernel, or the template of kernels, and returns its head without attributes."""
         words = significant(head)
+        line = words[0].line
         open_ = self.parameter_list(head)
         if open_ is None:  # template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;
             rest, attributes = split_attributes(head)
-            plain = significant(rest)
-            name = self.declared_name([t for t in plain if t.text != "kernel"])
-            parameters = self.parameters_of_template(name, namespaces, line)
+            name = self.declared_name(significant(rest))
+            template = self.template_of(name, namespaces, line)
+            parameters = template.parameters
         else:
             inside, close = self.parameter_tokens(head, open_)
             before, attributes = split_attributes(head[:open_])
@@ -272,22 +273,28 @@ class Translator:
             if "void" not in [t.text for t in significant(before)]:
                 raise CompileError(f"line {line}: kernel {name} must return void")
             parameters = [self.parameter(part, name) for part in split(inside, ",")]
-            if instantiation and all(p.attribute == "" for p in parameters):
-                parameters = self.parameters_of_template(name, namespaces, line)
+            template = self.template_of(name, namespaces, line) if instantiation else None
+            if template and all(p.attribute == "" for p in parameters):
+                parameters = template.parameters
             rest = before + split_attributes(head[open_:close])[0] + after
-        if words[0].text == "template" and not instantiation:
-            self.templates["::".join([*namespaces, name])] = parameters
-        full_name = "::".join([*namespaces, name])
         check_parameters(name, line, parameters)
-        if words[0].text == "template" and not instantiation:
-            return rest
-        entry_name = attributes.get("host_name", name)
-        if instantiation and "host_name" not in attributes:
-            raise CompileError(f"line {line}: an instantiated kernel {name} needs a host_name")
-        if entry_name == "main":
-            raise CompileError(f"line {line}: a kernel may not be named main")
+        if template and [(p.attribute, p.index) for p in parameters] != [
+            (p.attribute, p.index) for p in template.parameters
+        ]:
+            raise CompileError(f"line {line}: kernel {name}: its template has other attributes")
         max_threads = int(attributes.get("max_total_threads_per_threadgroup", "0"))
-        self.kernels.append(Kernel(entry_name, "::" + full_name, line, parameters, max_threads))
+        kernel = Kernel(name, "::" + "::".join([*namespaces, name]), line, parameters, max_threads)
+        if words[0].text == "template" and not instantiation:
+            self.templates["::".join([*namespaces, name])] = kernel
+            return rest
+        if template:
+            kernel.max_threads = max_threads or template.max_threads
+            if "host_name" not in attributes:
+                raise CompileError(f"line {line}: an instantiated kernel {name} needs a host_name")
+        kernel.name = attributes.get("host_name", name)
+        if kernel.name == "main":
+            raise CompileError(f"line {line}: a kernel may not be named main")
+        self.kernels.append(kernel)
         return rest
 
     def parameter_list(self, head: list[Token]) -> int | None:
@@ -335,8 +342,8 @@ class Translator:
             start -= 2
         return " ".join(t.text for t in before[start:end])
 
-    def parameters_of_template(self, name: str, namespaces: list[str], line: int) -> list[Parameter]:
-        base = name.split("<")[0].strip().split(" :: ")[-1]
+    def template_of(self, name: str, namespaces: list[str], line: int) -> Kernel:
+        base = name.split("<")[0].replace(" ", "")
         for qualified in ("::".join([*namespaces[:i], base]) for i in range(len(namespaces), -1, -1)):
             if qualified in self.templates:
                 return self.templates[qualified]

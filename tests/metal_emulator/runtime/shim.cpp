@@ -203,13 +203,24 @@ void note_allocation(AtenTensorHandle tensor) {
   if (storage != nullptr) r.incomplete[storage] = Contents(static_cast<std::size_t>(size), 0);
 }
 
+// What torch itself writes to has contents.
+void note_write(const char* op, AtenTensorHandle tensor) {
+  const std::lock_guard<std::recursive_mutex> lock(queue().mutex);
+  if (!recording().active) return;
+  ++recording().torch_calls[op];
+  int64_t offset = 0;
+  recording().incomplete.erase(storage_of(tensor, offset));
+}
+
 template <class Call>
 AOTITorchError watched_call(const char* op, StableIValue* stack, Call call) {
+  const std::string name = op;
+  // An in-place op's first argument is what it writes to.
+  if (name.back() == '_') note_write(op, reinterpret_cast<AtenTensorHandle>(stack[0]));
   const AOTITorchError error = call();
   const std::lock_guard<std::recursive_mutex> lock(queue().mutex);
   if (error != AOTI_TORCH_SUCCESS || !recording().active) return error;
-  const std::string name = op;
-  ++recording().torch_calls[name];
+  if (name.back() != '_') ++recording().torch_calls[name];
   if (name.rfind("aten::empty", 0) == 0 || name.rfind("aten::new_empty", 0) == 0) {
     note_allocation(reinterpret_cast<AtenTensorHandle>(stack[0]));
   }
@@ -377,6 +388,20 @@ AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, cons
   const std::lock_guard<std::recursive_mutex> lock(queue().mutex);
   if (error == AOTI_TORCH_SUCCESS) note_allocation(*tensor);
   return error;
+}
+
+AOTITorchError aoti_torch_copy_(AtenTensorHandle to, AtenTensorHandle from, int32_t non_blocking) {
+  static const auto real =
+      reinterpret_cast<decltype(&aoti_torch_copy_)>(torch_symbol("aoti_torch_copy_"));
+  note_write("aten::copy_", to);
+  return real(to, from, non_blocking);
+}
+
+AOTITorchError aoti_torch_zero_(AtenTensorHandle tensor) {
+  static const auto real =
+      reinterpret_cast<decltype(&aoti_torch_zero_)>(torch_symbol("aoti_torch_zero_"));
+  note_write("aten::zero_", tensor);
+  return real(tensor);
 }
 
 AOTITorchError aoti_torch_call_dispatcher(const char* op, const char* overload,
