@@ -240,7 +240,9 @@ def test_structs_and_namespaces(seed, as_bytes):
     to = torch.empty(5, 8, dtype=torch.int32)
     one = layout_bytes(10, 8, 0, 3)
     layout = one if as_bytes else torch.frombuffer(bytearray(one), dtype=torch.uint8)
-    all_ = torch.frombuffer(bytearray(b"".join(layout_bytes(0, 0, i, 0) for i in range(5))), dtype=torch.uint8)
+    all_ = torch.frombuffer(
+        bytearray(b"".join(layout_bytes(0, 0, i, 0) for i in range(5))), dtype=torch.uint8
+    )
     run = run_kernel(STRUCTS, "scale_rows", [from_, layout, all_, to], 5, uninitialised=[to], seed=seed)
     assert torch.equal(to, from_ * (3 + torch.arange(5, dtype=torch.int32)[:, None]))
     assert run.dispatches[0].buffer("all").distinct_bytes_loaded == 5 * 2
@@ -439,7 +441,9 @@ def test_simdgroups(seed):
     run_kernel(GROUPS, "simd", [x, y], 128, 64, uninitialised=[y], seed=seed)
     lanes = torch.arange(32)
     for i, part in enumerate(x.split(32)):
-        assert torch.equal(y[32 * i : 32 * i + 32], part.sum() + part[lanes ^ 1] + part[3] + lanes + 100 * (i % 2))
+        assert torch.equal(
+            y[32 * i : 32 * i + 32], part.sum() + part[lanes ^ 1] + part[3] + lanes + 100 * (i % 2)
+        )
 
 
 ATOMICS = shader(
@@ -543,7 +547,10 @@ NOT_METAL = {
     ),
     "mutual recursion": (
         ("int g(int n); int h(int n) { return g(n); } int g(int n) { return n; }", "y[id] = h(id);"),
-        ("int g(int n); int h(int n) { return g(n); } int g(int n) { return n ? h(n / 2) : 0; }", "y[id] = h(id);"),
+        (
+            "int g(int n); int h(int n) { return g(n); } int g(int n) { return n ? h(n / 2) : 0; }",
+            "y[id] = h(id);",
+        ),
         "no recursion",
     ),
     "new": (("", "int n[2]; n[0] = id;"), ("", "thread int* n = new int[2];"), "no new"),
@@ -565,7 +572,11 @@ NOT_METAL = {
         ("struct A { int n; }; struct B : A {};", ""),
         "no derived classes",
     ),
-    "typeid": (("", "uint n = sizeof(x[0]);"), ("", "bool b = typeid(int) == typeid(float);"), "run-time type"),
+    "typeid": (
+        ("", "uint n = sizeof(x[0]);"),
+        ("", "bool b = typeid(int) == typeid(float);"),
+        "run-time type",
+    ),
     "function pointer": (
         ("float g(float x) { return x; }", "y[id] = g(x[id]);"),
         ("float g(float x) { return x; }", "float (*h)(float) = g; y[id] = h(x[id]);"),
@@ -573,10 +584,17 @@ NOT_METAL = {
     ),
     "function pointer in a template": (
         ("template <class T> T call(T f) { return f; }", "y[id] = call(x[id]);"),
-        ("float g(float x) { return x; } template <class F> float call(F f) { return f(1); }", "y[id] = call(g);"),
+        (
+            "float g(float x) { return x; } template <class F> float call(F f) { return f(1); }",
+            "y[id] = call(g);",
+        ),
         "no function pointers",
     ),
-    "type of a function pointer": (("typedef float F;", ""), ("typedef float (*F)(float);", ""), "no function pointers"),
+    "type of a function pointer": (
+        ("typedef float F;", ""),
+        ("typedef float (*F)(float);", ""),
+        "no function pointers",
+    ),
     "lambda": (
         ("struct Twice { float of(float x) { return 2 * x; } };", "y[id] = Twice().of(x[id]);"),
         ("", "auto twice = [](float x) { return 2 * x; }; y[id] = twice(x[id]);"),
@@ -587,11 +605,23 @@ NOT_METAL = {
         ("template <int n> int g() { if constexpr (n == 1) return 1; else return 2; }", "y[id] = g<1>();"),
         "C\\+\\+17 extension",
     ),
-    "standard library": (("", "y[id] = max(x[id], 0.0f);"), ("", "y[id] = std::max(x[id], 0.0f);"), "standard library"),
-    "include of a standard header": (("#include <metal_math>", ""), ("#include <cmath>", ""), "include <cmath>"),
-    "include of an own header": (("#include <metal_atomic>", ""), ('#include "rope_math.h"', ""), "rope_math.h"),
+    "standard library": (
+        ("", "y[id] = max(x[id], 0.0f);"),
+        ("", "y[id] = std::max(x[id], 0.0f);"),
+        "standard library",
+    ),
+    "include of a standard header": (
+        ("#include <metal_math>", ""),
+        ("#include <cmath>", ""),
+        "include <cmath>",
+    ),
+    "include of an own header": (
+        ("#include <metal_atomic>", ""),
+        ('#include "rope_math.h"', ""),
+        "rope_math.h",
+    ),
     "non-ASCII source": (("// 2 pi", ""), ("// 2 \N{GREEK SMALL LETTER PI}", ""), "is not ASCII"),
-    "non-ASCII in a string": (("#define A \"x\"", ""), ("#define A \"\xe9\"", ""), "is not ASCII"),
+    "non-ASCII in a string": (('#define A "x"', ""), ('#define A "\xe9"', ""), "is not ASCII"),
     "64-bit atomics": (
         ("", "atomic_fetch_add_explicit(counts, 1u, memory_order_relaxed);"),
         ("", "atomic_fetch_add_explicit((device atomic_ulong*)counts, 1ul, memory_order_relaxed);"),
@@ -658,6 +688,28 @@ NOT_METAL = {
         ("constant float table[] = {1, 2};", "table[1] = y[id];"),
         "cannot assign",
     ),
+    "function pointer without a variable": (
+        (
+            "float g(float x) { return x; } float h(float x) { return -x; }",
+            "y[id] = id ? g(x[id]) : h(x[id]);",
+        ),
+        ("float g(float x) { return x; } float h(float x) { return -x; }", "y[id] = (id ? g : h)(x[id]);"),
+        "no function pointers",
+    ),
+    "dynamic_cast": (
+        ("struct S {};", ""),
+        ("struct S {};", "S s; S t = dynamic_cast<S>(s);"),
+        "run-time type",
+    ),
+    "noexcept": (("void g() {}", ""), ("void g() noexcept {}", ""), "no noexcept"),
+    "register": (("", "int n = 1;"), ("", "register int n = 1;"), "no register"),
+    "thread_local": (("", "int n = 1;"), ("", "thread_local int n = 1;"), "no thread_local"),
+    "assembly": (("", "y[id] = 1;"), ("", 'asm("nop");'), "no inline assembly"),
+    "clang's own address spaces": (
+        ("float g(device float* p) { return *p; }", ""),
+        ("float g(__attribute__((address_space(1))) float* p) { return *p; }", ""),
+        "attributes are written",
+    ),
     "float8": (("", "float4 n = float4(1);"), ("", "float8 n = float8(1);"), "float8"),
 }
 
@@ -685,6 +737,13 @@ def test_lambdas_came_with_metal_3_2():
         run_planted("", "auto twice = [](float x) { return 2 * x; }; y[id] = twice(x[id]);")
 
 
+def test_what_the_emulator_cannot_do_is_said():
+    with pytest.raises(CompileError, match="copies no whole struct"):
+        run_planted("", "Pair p = ((device const Pair*)x)[id];")
+    with pytest.raises(CompileError, match="no member functions of objects in device"):
+        run_planted("struct S { int n; int get() const device { return n; } };", "")
+
+
 def test_what_the_preprocessor_drops_is_not_looked_at():
     run_planted("#if !defined(__METAL_VERSION__)\n#include <cmath>\ndouble d = 1ull;\n#endif", "y[id] = 1;")
     run_planted("#if __METAL_VERSION__ < 310\n#error too old\n#endif", "y[id] = 1;")
@@ -692,14 +751,32 @@ def test_what_the_preprocessor_drops_is_not_looked_at():
 
 GOOD_HEAD = "kernel void f(device float* x [[buffer(0)]], device float* y [[buffer(1)]], uint id [[thread_position_in_grid]])"
 BAD_HEADS = {
+    "instance with other attributes": (
+        (
+            "kernel void f(device float* x [[buffer(0)]], device float* y [[buffer(1)]], uint id "
+            "[[thread_position_in_grid]]) { return; }",
+            "template <class T> kernel void g(device T* x [[buffer(0)]], uint id [[thread_position_in_grid]]) {}\n"
+            'template [[host_name("f")]] kernel void g<int>(device int* x [[buffer(1)]], uint id [[thread_position_in_grid]]);',
+        ),
+        "g<int>: its template has other attributes",
+    ),
     "two arguments at one index": (("buffer(1)", "buffer(0)"), "x and y are both buffer\\(0\\)"),
     "index beyond 30": (("buffer(1)", "buffer(31)"), "buffer\\(31\\), but Metal has 31: 0 to 30"),
     "argument without attribute": ((" [[buffer(1)]]", ""), "argument y has no attribute"),
     "position without attribute": ((" [[thread_position_in_grid]]", ""), "argument id has no attribute"),
-    "misspelt attribute": (("thread_position_in_grid", "thread_position"), "thread_position.. is not something"),
+    "misspelt attribute": (
+        ("thread_position_in_grid", "thread_position"),
+        "thread_position.. is not something",
+    ),
     "position of a wrong type": (("uint id", "long id"), "a uint or a ushort"),
-    "buffer without address space": (("device float* y", "float* y"), "its address space is missing or wrong"),
-    "buffer of thread memory": (("device float* y", "thread float* y"), "must be a pointer or a reference to device"),
+    "buffer without address space": (
+        ("device float* y", "float* y"),
+        "its address space is missing or wrong",
+    ),
+    "buffer of thread memory": (
+        ("device float* y", "thread float* y"),
+        "must be a pointer or a reference to device",
+    ),
     "buffer by value": (("device float* y", "float y"), "must be a pointer or a reference to device"),
     "result": (("kernel void", "kernel int"), "must return void"),
     "named main": (("void f", "void main"), "may not be named main"),
@@ -722,7 +799,9 @@ def test_kernels_and_templates_must_be_there():
     with pytest.raises(CompileError, match="no kernel is named axpy"):
         run_kernel(TEMPLATE, "axpy", [x, y, 4], 4)
     with pytest.raises(CompileError, match="two kernels are named f"):
-        run_kernel(HEADER + GOOD_HEAD + "{}\n" + GOOD_HEAD.replace("device", "device const") + "{}", "f", [x, y], 4)
+        run_kernel(
+            HEADER + GOOD_HEAD + "{}\n" + GOOD_HEAD.replace("device", "device const") + "{}", "f", [x, y], 4
+        )
     with pytest.raises(CompileError, match="needs a host_name"):
         run_kernel(TEMPLATE + "template kernel void axpy<int>(device const int* x [[buffer(0)]], device int* y "
                    "[[buffer(1)]], constant long& n [[buffer(2)]], uint id [[thread_position_in_grid]]);",
@@ -752,12 +831,24 @@ SHAPE = np.array((4, 2.0), dtype=np.dtype([("columns", "<i8"), ("factor", "<f4")
     ["columns", "factor"]
 ])  # fmt: skip
 BAD_STORES = {
-    "store past the end": ("y[at + 1] = x[at];", r"stores 4 bytes at byte 80 of buffer 1 \(y\), out of bounds: it has 80"),
-    "store before the beginning": ("y[at - 1] = x[at];", r"stores 4 bytes at byte -4 of buffer 1 \(y\), out of"),
+    "store past the end": (
+        "y[at + 1] = x[at];",
+        r"stores 4 bytes at byte 80 of buffer 1 \(y\), out of bounds: it has 80",
+    ),
+    "store before the beginning": (
+        "y[at - 1] = x[at];",
+        r"stores 4 bytes at byte -4 of buffer 1 \(y\), out of",
+    ),
     "load past the end": ("y[at] = x[at + 1];", r"loads 4 bytes at byte 80 of buffer 0 \(x\), out of bounds"),
     "load of an unwritten output": ("y[at] = y[at] + x[at];", r"loads byte \d+ of buffer 1 \(y\), unwritten"),
-    "load of half an unwritten output": ("if (i) y[at] = 1; y[at] += x[at];", r"loads byte \d+ of buffer 1 \(y\), unw"),
-    "two threads store one element": ("y[i] = x[at];", r"race: stores byte \d+ of buffer 1 \(y\), which thread \(\d, 0, 0\) s"),
+    "load of half an unwritten output": (
+        "if (i) y[at] = 1; y[at] += x[at];",
+        r"loads byte \d+ of buffer 1 \(y\), unw",
+    ),
+    "two threads store one element": (
+        "y[i] = x[at];",
+        r"race: stores byte \d+ of buffer 1 \(y\), which thread \(\d, 0, 0\) s",
+    ),
     "a thread loads what another stored": (
         "y[at] = x[at]; y[at] += y[i + 4 * (id == 0)];",
         r"race: (?:loads|stores) byte \d+ of buffer 1 \(y\)",
@@ -766,7 +857,10 @@ BAD_STORES = {
         "y[at] = x[at]; ((device float*)x)[at] = x[(at + 4) % 20];",
         r"race: |which is const",
     ),
-    "store to a const buffer": ("y[at] = 1; ((device float*)x)[at] = 1;", r"stores 4 bytes into buffer 0 \(x\), which is const"),
+    "store to a const buffer": (
+        "y[at] = 1; ((device float*)x)[at] = 1;",
+        r"stores 4 bytes into buffer 0 \(x\), which is const",
+    ),
     "misaligned vector load": (
         "y[at] = ((device const packed_or_not*)(x + 1))[id].x;",
         r"loads 16 bytes at byte \d+ of buffer 0 \(x\), misaligned: not a multiple of 16",
@@ -775,7 +869,10 @@ BAD_STORES = {
         "y[at] = *(device const float*)((device const uchar*)x + 4 * at + first + 2 * (id == 3 && i == 0));",
         r"loads 4 bytes at byte 50 of buffer 0 \(x\), misaligned: not a multiple of 4",
     ),
-    "a pointer into nothing": ("y[at] = *(device const float*)(at + 16);", "through a pointer into no buffer"),
+    "a pointer into nothing": (
+        "y[at] = *(device const float*)(at + 16);",
+        "through a pointer into no buffer",
+    ),
     "array index": ("float n[3] = {1, 2, 3}; y[at] = n[i];", "an index outside its array"),
     "shift by too much": ("y[at] = (float)(1 << (30 + i));", "a shift by more than the width"),
     "signed overflow": ("y[at] = (float)((int)i + 2147483646);", "a signed sum that overflows"),
@@ -820,8 +917,16 @@ GROUP_FAULTS = {
         "if (at)\nthreadgroup_barrier(mem_flags::mem_threadgroup);\nelse\nthreadgroup_barrier(mem_flags::mem_threadgroup);",
         "wait at different barriers",
     ),
-    "memory that nothing was stored to": ("tile[at] = x[id];", "if (at) tile[at] = x[id];", r"threadgroup .*unwritten"),
-    "beyond the memory": ("tile[size - 1 - at]", "*(&tile[0] + 64 + at)", r"of threadgroup sums::tile, out of bounds: it has 256"),
+    "memory that nothing was stored to": (
+        "tile[at] = x[id];",
+        "if (at) tile[at] = x[id];",
+        r"threadgroup .*unwritten",
+    ),
+    "beyond the memory": (
+        "tile[size - 1 - at]",
+        "*(&tile[0] + 64 + at)",
+        r"of threadgroup sums::tile, out of bounds: it has 256",
+    ),
 }
 
 
@@ -843,7 +948,9 @@ def test_device_memory_is_ordered_by_a_barrier_within_a_threadgroup_only():
                             uint id [[thread_position_in_grid]], uint size [[threads_per_grid]]) {
           x[id] = id;
           threadgroup_barrier(mem_flags::mem_device);
-          y[id] = x[(id + 1) % size];
+          y[id] = x[(id + 1) % size] + 0 * x[0];
+          threadgroup_barrier(mem_flags::mem_device);
+          x[id] = -1;
         }
         """
     )
@@ -870,7 +977,9 @@ def test_buffers_of_one_storage():
 NUMBERS = torch.arange(20.0)
 
 
-def bind_and_run(bindings: dict[int, object], threads=(5,), group=(2,), before=None, **options) -> emulator.Run:
+def bind_and_run(
+    bindings: dict[int, object], threads=(5,), group=(2,), before=None, **options
+) -> emulator.Run:
     """The rows shader as host code would call it: `before` runs where arguments are set."""
     with emulator.recording(**options) as run:
         function = shim.function(shim.create_library(rows_shader(GOOD_STORE)), "scale")
@@ -925,6 +1034,7 @@ BAD_THREADS = {
     "threadgroup too large in all": ((64, 64), (64, 32), "a threadgroup of 2048 threads exceeds"),
     "empty grid": ((0,), (1,), "the grid has no threads"),
     "empty threadgroup": ((5,), (0,), "the threadgroup has no threads"),
+    "too many threadgroups": ((2**30,), (1,), "more threadgroups than the emulator counts"),
     "grid too large": ((2**32,), (1,), "the grid has 2\\^32 threads or more"),
 }
 
@@ -940,6 +1050,22 @@ def test_threadgroups_of_a_lesser_gpu():
     bind_and_run(good_bindings(), (5,), (64,))
     with pytest.raises(Fault, match="a threadgroup of 64 threads exceeds the limit of 32"):
         bind_and_run(good_bindings(), (5,), (64,), max_threads=32)
+
+
+def test_threadgroups_of_a_kernel_with_a_limit():
+    text = shader(
+        """
+        template <class T>
+        [[kernel, max_total_threads_per_threadgroup(32)]] void f(device T* x [[buffer(0)]],
+                                                                 uint id [[thread_position_in_grid]]) {
+          x[id] = 1;
+        }
+        template [[host_name("f")]] [[kernel]] decltype(f<float>) f<float>;
+        """
+    )
+    run_kernel(text, "f", [torch.zeros(64)], 64, 32)
+    with pytest.raises(Fault, match="a threadgroup of 64 threads exceeds the limit of 32"):
+        run_kernel(text, "f", [torch.zeros(64)], 64, 64)
 
 
 def test_torch_refuses_odd_grids():
@@ -1088,7 +1214,7 @@ print(dispatch.buffer("factor").bytes_loaded // dispatch.threads)
 def test_host_code(set_arg_bytes, factor_bytes):
     # A process of its own: host code looks for torch 2.14's function once.
     tests = Path(__file__).parent
-    path = emulator.build_host_library([tests / "data/metal_host.cpp"], set_arg_bytes=set_arg_bytes)
+    path = emulator.build_host_library([tests / "metal_emulator/test_host.cpp"], set_arg_bytes=set_arg_bytes)
     command = [sys.executable, "-c", HOST_TEST, str(path)]
     done = subprocess.run(command, cwd=tests, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

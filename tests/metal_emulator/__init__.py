@@ -96,11 +96,8 @@ class Run:
 # ---- The runtime library
 
 
-class Handle(ctypes.c_void_p):
-    """An AtenTensorHandle: points to a Tensor, which is a pointer to its implementation."""
-
-
 def handle(tensor: Tensor) -> ctypes.c_void_p:
+    """An AtenTensorHandle: points to a Tensor, which is a pointer to its implementation."""
     implementation = ctypes.c_void_p(tensor._cdata)
     pointer = ctypes.cast(ctypes.pointer(implementation), ctypes.c_void_p)
     pointer.keep = (implementation, tensor)  # type: ignore[attr-defined]

@@ -94,7 +94,10 @@ class Compiler:
         translated = stem.with_suffix(f"{stem.suffix}.cpp")
         translated.write_text(text)
         try:
-            self.check_syntax(text, translated)
+            try:
+                self.check_syntax(text, translated)
+            except CompileError as e:
+                raise CompileError(f"{e}{hint(str(e))}") from None
             instrumenter = Instrumenter(self.ir(translated))
             ir = instrumenter.instrument()
             names = [demangle(name) for name in instrumenter.functions]
@@ -182,10 +185,34 @@ class Compiler:
         )
 
 
+def hint(error: str) -> str:
+    """What Metal can do and the emulator cannot."""
+    if "reference in address space" in error or "object is in address space" in error:
+        return "The emulator copies no whole struct to or from device or constant memory: copy its fields."
+    if "function type may not be qualified with an address space" in error:
+        return "The emulator has no member functions of objects in device or constant memory."
+    return ""
+
+
 def link(ir: str, stem: Path, runtime: Path) -> Path:
     object_ = stem.with_suffix(f"{stem.suffix}.o")
     made = stem.with_suffix(f"{stem.suffix}.so")
-    run([*clang(), "-x", "ir", "-O1", "-fPIC", *machine_flags(), "-Wno-everything", "-c", "-", "-o", str(object_)], ir)
+    run(
+        [
+            *clang(),
+            "-x",
+            "ir",
+            "-O1",
+            "-fPIC",
+            *machine_flags(),
+            "-Wno-everything",
+            "-c",
+            "-",
+            "-o",
+            str(object_),
+        ],
+        ir,
+    )
     try:
         run([CXX, "-shared", str(object_), str(runtime), "-lm", "-Wl,-z,defs", "-o", str(made)])
     finally:

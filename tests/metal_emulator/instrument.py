@@ -201,7 +201,9 @@ class Instrumenter:
         out.append(
             f"@metal_emulator_globals = constant [{len(rows)} x {{ ptr, i64, i64, i32 }}] [ {', '.join(rows)} ]"
         )
-        uses = any("metal_emulator_barrier" in c or "metal_emulator_exchange" in c for c in self.calls.values())
+        uses = any(
+            "metal_emulator_barrier" in c or "metal_emulator_exchange" in c for c in self.calls.values()
+        )
         out.append(f"@metal_emulator_has_barriers = constant i32 {int(uses)}")
         return out
 

@@ -340,10 +340,13 @@ class Translator:
             start -= 1
         while start >= 2 and before[start - 1].text == "::":
             start -= 2
-        return " ".join(t.text for t in before[start:end])
+        text = ""
+        for t in before[start:end]:
+            text += f" {t.text}" if t.kind == "word" and text[-1:].isalnum() else t.text
+        return text
 
     def template_of(self, name: str, namespaces: list[str], line: int) -> Kernel:
-        base = name.split("<")[0].replace(" ", "")
+        base = name.split("<")[0]
         for qualified in ("::".join([*namespaces[:i], base]) for i in range(len(namespaces), -1, -1)):
             if qualified in self.templates:
                 return self.templates[qualified]

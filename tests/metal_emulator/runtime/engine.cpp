@@ -32,7 +32,8 @@ Shader::Shader(const std::string& path) : path_(path) {
   kernels_ = static_cast<const Kernel*>(symbol(library, "metal_emulator_kernels"));
   globals_ = static_cast<const Global*>(symbol(library, "metal_emulator_globals"));
   calls_ = static_cast<uint64_t*>(symbol(library, "metal_emulator_calls"));
-  has_barriers_ = *static_cast<const uint32_t*>(symbol(library, "metal_emulator_has_barriers")) != 0;
+  has_barriers_ =
+      *static_cast<const uint32_t*>(symbol(library, "metal_emulator_has_barriers")) != 0;
 }
 
 const Kernel* Shader::find(const std::string& name) const {
@@ -72,6 +73,7 @@ constexpr uint32_t kMany = ~uint32_t{0};
 // Who touched a byte last in this dispatch, and after how many barriers. Zeros: nobody.
 struct Touch {
   uint32_t thread;
+  uint32_t group;  // its threadgroup
   uint32_t epoch;
   uint8_t atomic;
 };
@@ -126,6 +128,7 @@ constexpr int64_t kGuardBytes = 256;  // after each global: instrument.py
 
 // ---- Threads
 
+constexpr uint64_t kMostGroups = 1 << 22;  // thread ids of 32 bits, 1024 to a group
 constexpr std::size_t kStackBytes = 128 << 10;
 
 enum class State { kReady, kAtBarrier, kAtExchange, kDone };
@@ -185,7 +188,7 @@ class Execution {
   Fiber* fiber_ = nullptr;
   ucontext_t scheduler_;
   std::jmp_buf next_thread_;
-  uint64_t group_number_ = 0;
+  uint32_t group_number_ = 0;
   uint32_t device_epoch_ = 0;
   uint32_t group_epoch_ = 0;
 };
@@ -260,7 +263,7 @@ void Execution::run() {
 }
 
 void Execution::make_group(uint64_t linear) {
-  group_number_ = linear;
+  group_number_ = static_cast<uint32_t>(linear);
   device_epoch_ = group_epoch_ = 0;
   const uint64_t at[3] = {linear % groups_[0], linear / groups_[0] % groups_[1],
                           linear / groups_[0] / groups_[1]};
@@ -413,7 +416,7 @@ void Execution::exchange(const void* mine, uint32_t size, void* all, uint32_t li
 // ---- The look at each access
 
 std::string Execution::thread_name(uint32_t id) const {
-  if (id == kMany) return "several threads";
+  if (id == kMany) return "more than one thread";
   const uint64_t linear = (id - 1) / 1024;
   const uint64_t index = (id - 1) % 1024;
   const uint64_t at[3] = {linear % groups_[0], linear / groups_[0] % groups_[1],
@@ -439,9 +442,7 @@ void Execution::fault(const std::string& kind, uint32_t line, const std::string&
 bool Execution::ordered(const Touch& touch, Space space) const {
   if (touch.thread == kNobody || touch.thread == fiber_->id) return true;
   const uint32_t epoch = space == Space::kThreadgroup ? group_epoch_ : device_epoch_;
-  const bool same_group = touch.thread != kMany ? (touch.thread - 1) / 1024 == group_number_
-                                                : space == Space::kThreadgroup;
-  return same_group && touch.epoch < epoch;
+  return touch.group == group_number_ && touch.epoch < epoch;
 }
 
 void* Execution::access(uint64_t address, int64_t size, int64_t alignment, Access kind,
@@ -477,7 +478,8 @@ void* Execution::access(uint64_t address, int64_t size, int64_t alignment, Acces
               ", misaligned: not a multiple of " + std::to_string(alignment));
   }
   if (writes(kind) && region->is_const) {
-    fault("const" + region->name, line, verb + amount + "into " + region->name + ", which is const");
+    fault("const" + region->name, line,
+          verb + amount + "into " + region->name + ", which is const");
     return nowhere;
   }
   return access(*region, offset, size, kind, line);
@@ -491,7 +493,9 @@ void* Execution::access(Region& region, int64_t offset, int64_t size, Access kin
     fault("race" + region.name, line,
           std::string("race: ") + what + " byte " + std::to_string(byte) + " of " + region.name +
               (writes(kind) ? ", which " : ", stored by ") + thread_name(other.thread) +
-              (&other == &storage.cells.data[byte].reader ? " loads" : writes(kind) ? " stores" : "") +
+              (&other == &storage.cells.data[byte].reader ? " loads"
+               : writes(kind)                             ? " stores"
+                                                          : "") +
               " in the same dispatch");
   };
   for (int64_t byte = offset; byte < offset + size; ++byte) {
@@ -523,13 +527,14 @@ void* Execution::access(Region& region, int64_t offset, int64_t size, Access kin
                  !(is_atomic(kind) && cell.reader.atomic != 0)) {
         race(byte, "stores", cell.reader);
       }
-      cell.writer = {me, epoch, is_atomic(kind)};
+      cell.writer = {me, group_number_, epoch, is_atomic(kind)};
       if (storage.contents != nullptr) (*storage.contents)[byte] = 1;
     }
     if (reads(kind)) {
       Touch& reader = cell.reader;
-      const bool shared = reader.thread != kNobody && reader.thread != me && !ordered(reader, region.space);
+      const bool shared = !ordered(reader, region.space);
       reader.atomic = is_atomic(kind) && (reader.atomic != 0 || !shared);
+      reader.group = shared && reader.group != group_number_ ? kMany : group_number_;
       reader.thread = shared ? kMany : me;
       reader.epoch = epoch;
     }
@@ -623,6 +628,10 @@ bool check_threads(const Kernel& kernel, const uint64_t (&grid)[3], const uint64
     if (group[i] == 0) return wrong("the threadgroup has no threads");
     if (grid[i] >> 32 != 0) return wrong("the grid has 2^32 threads or more along one axis");
   }
+  uint64_t groups = 1;
+  for (int i = 0; i < 3; ++i) groups *= (grid[i] + group[i] - 1) / group[i];
+  if (groups >= kMostGroups)
+    return wrong("the grid has more threadgroups than the emulator counts");
   return true;
 }
 
@@ -709,10 +718,12 @@ std::string to_json(const DispatchRecord& d) {
   std::ostringstream out;
   out << "{\"kernel\": " << quoted(d.kernel) << ", \"shader\": " << quoted(d.shader)
       << ", \"grid\": [" << joined(d.grid, number) << "], \"group\": [" << joined(d.group, number)
-      << "], \"buffers\": {" << joined(d.buffers, [](const auto& b) {
-           return quoted(std::to_string(b.first)) + ": [" + quoted(b.second.first) + ", " +
-                  to_json(b.second.second) + "]";
-         })
+      << "], \"buffers\": {"
+      << joined(d.buffers,
+                [](const auto& b) {
+                  return quoted(std::to_string(b.first)) + ": [" + quoted(b.second.first) + ", " +
+                         to_json(b.second.second) + "]";
+                })
       << "}, \"constants\": " << to_json(d.constants)
       << ", \"threadgroup\": " << to_json(d.threadgroup) << ", \"calls\": ["
       << joined(d.calls, number) << "]}";
@@ -729,9 +740,11 @@ std::string to_json(const Recording& r) {
       << "], \"command_blocks\": " << r.command_blocks << ", \"libraries\": " << r.libraries
       << ", \"pipelines\": " << r.pipelines << ", \"allocations\": ["
       << joined(r.allocations, [](uint64_t n) { return std::to_string(n); })
-      << "], \"torch_calls\": {" << joined(r.torch_calls, [](const auto& call) {
-           return quoted(call.first) + ": " + std::to_string(call.second);
-         })
+      << "], \"torch_calls\": {"
+      << joined(r.torch_calls,
+                [](const auto& call) {
+                  return quoted(call.first) + ": " + std::to_string(call.second);
+                })
       << "}}";
   return out.str();
 }

@@ -11,7 +11,7 @@
 
 #if __has_include(<torch/csrc/shim_exception_state.h>)  // since torch 2.13
 #include <torch/csrc/shim_exception_state.h>
-#define METAL_EMULATOR_SAY(text)                          \
+#define METAL_EMULATOR_SAY(text)                              \
   torch::csrc::shim::details::set_torch_exception_what(text); \
   torch::csrc::shim::details::set_torch_exception_what_without_backtrace(text)
 #else
@@ -98,8 +98,8 @@ Function& function_of(AOTIMetalKernelFunctionHandle handle) {
   auto* function = reinterpret_cast<Function*>(handle);
   if (function == nullptr) throw Refusal("the kernel function is null");
   if (function->library->deleted) {
-    const std::string text = "kernel " + std::string(function->kernel->name) +
-                             " is used after its library was deleted";
+    const std::string text =
+        "kernel " + std::string(function->kernel->name) + " is used after its library was deleted";
     recording().fault("deleted", text);
     throw Refusal(text);
   }
@@ -152,17 +152,18 @@ uint8_t* storage_of(AtenTensorHandle tensor, int64_t& offset) {
 }
 
 // The threadgroup is torch's own choice where none is given.
-void dispatch_threads(AOTIMetalKernelFunctionHandle handle, const uint64_t* length, std::size_t dims,
-                      const uint64_t* group, std::size_t group_dims, bool single) {
+void dispatch_threads(AOTIMetalKernelFunctionHandle handle, const uint64_t* length,
+                      std::size_t dims, const uint64_t* group, std::size_t group_dims,
+                      bool single) {
   Function& function = function_of(handle);
   const Kernel& kernel = *function.kernel;
   if (dims == 0 || dims > 3) throw Refusal("a dispatch has 1 to 3 dimensions");
   if (group != nullptr && group_dims != dims) {
     throw Refusal("the grid and the threadgroup have different numbers of dimensions");
   }
-  const uint64_t most =
-      kernel.max_threads != 0 ? std::min<uint64_t>(kernel.max_threads, recording().max_threads)
-                              : recording().max_threads;
+  const uint64_t most = kernel.max_threads != 0
+                            ? std::min<uint64_t>(kernel.max_threads, recording().max_threads)
+                            : recording().max_threads;
   uint64_t grid[3] = {1, 1, 1};
   uint64_t size[3] = {single ? std::min(length[0], most) : most, 1, 1};
   for (std::size_t i = 0; i < dims; ++i) {
@@ -316,7 +317,8 @@ AOTITorchError aoti_torch_mps_set_arg_tensor(AOTIMetalKernelFunctionHandle func,
 AOTITorchError aoti_torch_mps_set_arg_int(AOTIMetalKernelFunctionHandle func, unsigned idx,
                                           int64_t val) {
   return guarded("aoti_torch_mps_set_arg_int", [&] {
-    bind(function_of(func), idx, bytes_binding(Binding::Kind::kInt, &val, sizeof val), "set_arg_int");
+    bind(function_of(func), idx, bytes_binding(Binding::Kind::kInt, &val, sizeof val),
+         "set_arg_int");
   });
 }
 
@@ -381,10 +383,9 @@ AOTITorchError aoti_torch_mps_run_command_block(AOTIMetalKernelFunctionHandle fu
 AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t* strides,
                                         int32_t dtype, int32_t device_type, int32_t device_index,
                                         AtenTensorHandle* tensor) {
-  static const auto real =
-      reinterpret_cast<decltype(&aoti_torch_empty_strided)>(torch_symbol("aoti_torch_empty_strided"));
-  const AOTITorchError error =
-      real(ndim, sizes, strides, dtype, device_type, device_index, tensor);
+  static const auto real = reinterpret_cast<decltype(&aoti_torch_empty_strided)>(
+      torch_symbol("aoti_torch_empty_strided"));
+  const AOTITorchError error = real(ndim, sizes, strides, dtype, device_type, device_index, tensor);
   const std::lock_guard<std::recursive_mutex> lock(queue().mutex);
   if (error == AOTI_TORCH_SUCCESS) note_allocation(*tensor);
   return error;

@@ -178,24 +178,24 @@ namespace metal {
   inline T name(T x, T y) {                  \
     return builtin(x, y);                    \
   }
-#define METAL_EMULATOR_FLOAT_FUNCTIONS                      \
-  METAL_EMULATOR_UNARY(sin, __builtin_elementwise_sin)      \
-  METAL_EMULATOR_UNARY(cos, __builtin_elementwise_cos)      \
-  METAL_EMULATOR_UNARY(tan, __builtin_elementwise_tan)      \
-  METAL_EMULATOR_UNARY(exp, __builtin_elementwise_exp)      \
-  METAL_EMULATOR_UNARY(exp2, __builtin_elementwise_exp2)    \
-  METAL_EMULATOR_UNARY(log, __builtin_elementwise_log)      \
-  METAL_EMULATOR_UNARY(log2, __builtin_elementwise_log2)    \
-  METAL_EMULATOR_UNARY(sqrt, __builtin_elementwise_sqrt)    \
-  METAL_EMULATOR_BINARY(pow, __builtin_elementwise_pow)     \
-  template <class T>                                        \
-  inline T rsqrt(T x) {                                     \
-    return (T)1.0f / __builtin_elementwise_sqrt(x);         \
-  }                                                         \
-  template <class T>                                        \
-  inline T sincos(T x, thread T& cosine) {                  \
-    cosine = __builtin_elementwise_cos(x);                  \
-    return __builtin_elementwise_sin(x);                    \
+#define METAL_EMULATOR_FLOAT_FUNCTIONS                   \
+  METAL_EMULATOR_UNARY(sin, __builtin_elementwise_sin)   \
+  METAL_EMULATOR_UNARY(cos, __builtin_elementwise_cos)   \
+  METAL_EMULATOR_UNARY(tan, __builtin_elementwise_tan)   \
+  METAL_EMULATOR_UNARY(exp, __builtin_elementwise_exp)   \
+  METAL_EMULATOR_UNARY(exp2, __builtin_elementwise_exp2) \
+  METAL_EMULATOR_UNARY(log, __builtin_elementwise_log)   \
+  METAL_EMULATOR_UNARY(log2, __builtin_elementwise_log2) \
+  METAL_EMULATOR_UNARY(sqrt, __builtin_elementwise_sqrt) \
+  METAL_EMULATOR_BINARY(pow, __builtin_elementwise_pow)  \
+  template <class T>                                     \
+  inline T rsqrt(T x) {                                  \
+    return (T)1.0f / __builtin_elementwise_sqrt(x);      \
+  }                                                      \
+  template <class T>                                     \
+  inline T sincos(T x, thread T& cosine) {               \
+    cosine = __builtin_elementwise_cos(x);               \
+    return __builtin_elementwise_sin(x);                 \
   }
 METAL_EMULATOR_FLOAT_FUNCTIONS
 namespace precise {
@@ -313,30 +313,30 @@ typedef atomic<float> atomic_float;
 typedef atomic<long> atomic_long;
 typedef atomic<ulong> atomic_ulong;
 
-#define METAL_EMULATOR_ATOMICS(space)                                                          \
-  template <class T>                                                                           \
-  inline T atomic_load_explicit(const volatile space atomic<T>* object, memory_order) {        \
-    return __atomic_load_n(&object->value, __ATOMIC_RELAXED);                                  \
-  }                                                                                            \
-  template <class T, class U>                                                                  \
-  inline void atomic_store_explicit(volatile space atomic<T>* object, U x, memory_order) {     \
-    __atomic_store_n(&object->value, (T)x, __ATOMIC_RELAXED);                                  \
-  }                                                                                            \
-  template <class T, class U>                                                                  \
-  inline T atomic_fetch_add_explicit(volatile space atomic<T>* object, U x, memory_order) {    \
-    return __atomic_fetch_add(&object->value, (T)x, __ATOMIC_RELAXED);                         \
-  }                                                                                            \
-  template <class T, class U>                                                                  \
-  inline T atomic_fetch_or_explicit(volatile space atomic<T>* object, U x, memory_order) {     \
-    return __atomic_fetch_or(&object->value, (T)x, __ATOMIC_RELAXED);                          \
-  }                                                                                            \
-  template <class T, class U>                                                                  \
-  inline T atomic_fetch_min_explicit(volatile space atomic<T>* object, U x, memory_order) {    \
-    return __atomic_fetch_min(&object->value, (T)x, __ATOMIC_RELAXED);                         \
-  }                                                                                            \
-  template <class T, class U>                                                                  \
-  inline T atomic_fetch_max_explicit(volatile space atomic<T>* object, U x, memory_order) {    \
-    return __atomic_fetch_max(&object->value, (T)x, __ATOMIC_RELAXED);                         \
+#define METAL_EMULATOR_ATOMICS(space)                                                       \
+  template <class T>                                                                        \
+  inline T atomic_load_explicit(const volatile space atomic<T>* object, memory_order) {     \
+    return __atomic_load_n(&object->value, __ATOMIC_RELAXED);                               \
+  }                                                                                         \
+  template <class T, class U>                                                               \
+  inline void atomic_store_explicit(volatile space atomic<T>* object, U x, memory_order) {  \
+    __atomic_store_n(&object->value, (T)x, __ATOMIC_RELAXED);                               \
+  }                                                                                         \
+  template <class T, class U>                                                               \
+  inline T atomic_fetch_add_explicit(volatile space atomic<T>* object, U x, memory_order) { \
+    return __atomic_fetch_add(&object->value, (T)x, __ATOMIC_RELAXED);                      \
+  }                                                                                         \
+  template <class T, class U>                                                               \
+  inline T atomic_fetch_or_explicit(volatile space atomic<T>* object, U x, memory_order) {  \
+    return __atomic_fetch_or(&object->value, (T)x, __ATOMIC_RELAXED);                       \
+  }                                                                                         \
+  template <class T, class U>                                                               \
+  inline T atomic_fetch_min_explicit(volatile space atomic<T>* object, U x, memory_order) { \
+    return __atomic_fetch_min(&object->value, (T)x, __ATOMIC_RELAXED);                      \
+  }                                                                                         \
+  template <class T, class U>                                                               \
+  inline T atomic_fetch_max_explicit(volatile space atomic<T>* object, U x, memory_order) { \
+    return __atomic_fetch_max(&object->value, (T)x, __ATOMIC_RELAXED);                      \
   }
 METAL_EMULATOR_ATOMICS(device)
 METAL_EMULATOR_ATOMICS(threadgroup)
@@ -411,8 +411,8 @@ template <class T>
 constexpr Argument argument(const char* name, unsigned index) {
   typedef BufferType<T> Type;
   typedef SizeOf<typename Type::Pointee> Size;
-  return {name, index, Type::space, Type::is_const, Type::is_reference, Size::size,
-          Size::alignment};
+  return {name,       index,          Type::space, Type::is_const, Type::is_reference,
+          Size::size, Size::alignment};
 }
 
 template <class T, bool is_reference = BufferType<T>::is_reference>
@@ -421,9 +421,7 @@ struct Bind {
 };
 template <class T>
 struct Bind<T, true> {
-  static T buffer(unsigned long address) {
-    return *(typename BufferType<T>::Pointer)address;
-  }
+  static T buffer(unsigned long address) { return *(typename BufferType<T>::Pointer)address; }
 };
 
 template <class T>
