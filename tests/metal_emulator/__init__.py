@@ -7,6 +7,13 @@
     run.dispatches[0].buffers[3].bytes_stored
 
 `run_kernel` runs one kernel of one shader without any host code.
+
+What is loaded and stored is what the shader's text says, before any optimisation. Not emulated: speed,
+the GPU's caches and its order of memory beyond barriers, textures, samplers, threadgroup memory that the
+host sizes, function constants, argument buffers, atomics of 64 bits and compare-and-swap, comparisons of
+vectors (clang's give ints), structs copied whole from or to device or constant memory, member functions
+of objects there. sin, cos, exp and the like are the CPU's. Stricter than Metal: every kernel argument
+needs an attribute; no derived classes, no C++17 and no recursion, which newer Metals allow.
 """
 
 from __future__ import annotations
@@ -154,14 +161,21 @@ def build_host_library(
     *,
     name: str = "metal_host",
     flags: Sequence[str] = (),
+    depends: Sequence[Path | str] = (),
     set_arg_bytes: bool = False,
 ) -> Path:
-    """Host code linked with the emulator. set_arg_bytes: with what torch 2.14 adds to the shim."""
+    """Host code linked with the emulator; built anew when a source, what lies beside it, or a file of
+    `depends` has changed. set_arg_bytes: with what torch 2.14 adds to the shim."""
     paths = [Path(source) for source in sources]
-    folders = {path.parent for path in paths}
-    depends = [p for folder in folders for p in folder.rglob("*") if p.suffix in (".h", ".metal", ".inc")]
+    beside = [p for path in paths for p in path.parent.rglob("*") if p.suffix in (".h", ".metal", ".inc")]
     libraries = [build_set_arg_bytes(build_runtime())] if set_arg_bytes else []
-    return build_library(name, paths, depends=depends, flags=flags, link_with=[*libraries, build_runtime()])
+    return build_library(
+        name,
+        paths,
+        depends={*beside, *map(Path, depends)},
+        flags=flags,
+        link_with=[*libraries, build_runtime()],
+    )
 
 
 def load(path: Path | str) -> None:

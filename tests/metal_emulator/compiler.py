@@ -242,7 +242,7 @@ def build_library(
     made = library.with_suffix(f".{os.getpid()}.so")
     run(
         [
-            *(CXX, *flags, f"-I{TORCH / 'include'}", "-shared", *map(str, sources)),
+            *(CXX, *flags, "-isystem", str(TORCH / "include"), "-shared", *map(str, sources)),
             *("-Wl,--no-as-needed", *map(str, link_with)),
             *(f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10", "-ldl"),
             *(f"-Wl,-rpath,{TORCH / 'lib'}:{BUILD}", f"-Wl,-soname,{library.name}", "-o", str(made)),

@@ -209,8 +209,10 @@ void note_write(const char* op, AtenTensorHandle tensor) {
   const std::lock_guard<std::recursive_mutex> lock(queue().mutex);
   if (!recording().active) return;
   ++recording().torch_calls[op];
+  int64_t numel = 0;
   int64_t offset = 0;
-  recording().incomplete.erase(storage_of(tensor, offset));
+  check(aoti_torch_get_numel(tensor, &numel));
+  if (numel > 0) recording().incomplete.erase(storage_of(tensor, offset));
 }
 
 template <class Call>
