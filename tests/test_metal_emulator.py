@@ -59,6 +59,16 @@ MATH_CALLS = {
         )
         for element in ("Float32Bits", "BFloat16", "Float16")
     },
+    **{
+        f"word_of_{element}": (
+            "int",
+            "uint",
+            f"WordOf<{element}>::store(float_of((u32)x[0]), float_of((u32)x[1])), "
+            f"bits_of(WordOf<{element}>::low((u32)x[2])), bits_of(WordOf<{element}>::high((u32)x[2]))",
+            3,
+        )
+        for element in ("BFloat16", "Float16")
+    },
 }
 MATH_HELPERS = """
 namespace rope_pool {
@@ -70,9 +80,9 @@ struct Float32Bits {
   static ROPE_POOL_FN u32 store(float x) { return bits_of(x); }
 };
 template <class Element, class Row>
-ROPE_POOL_FN Pair<Element> turned(Row x) {
+ROPE_POOL_FN Pair<typename Element::storage> turned(Row x) {
   Angle<float> angle = angle_of((u32)x[2]);
-  return rotate<Element>((typename Element::storage)x[0], (typename Element::storage)x[1], angle.cos, angle.sin);
+  return rotate_stored<Element>((typename Element::storage)x[0], (typename Element::storage)x[1], angle.cos, angle.sin);
 }
 }  // namespace rope_pool
 """
@@ -132,7 +142,7 @@ def math_rows(name: str) -> torch.Tensor:
 def is_nan(name: str, values: torch.Tensor) -> torch.Tensor:
     if name.endswith("Float32Bits"):
         return values.view(torch.float32).isnan()
-    if name.endswith("Float16"):
+    if name.startswith("rotate_"):
         return values.short().view(torch.bfloat16 if name.endswith("BFloat16") else torch.float16).isnan()
     return torch.zeros_like(values, dtype=torch.bool)
 
