@@ -5,7 +5,7 @@ BIN := .venv/bin
 # The release that development is pinned to. An open range may bring gigabytes of CUDA.
 TORCH := torch==2.13.0
 
-CXX_SOURCES := $(shell find torch_ropepool examples \( -name '*.h' -o -name '*.cpp' -o -name '*.metal' \))
+CXX_SOURCES := $(shell find torch_ropepool examples tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal')
 
 .PHONY: demo test lint format clean
 

@@ -1,5 +1,5 @@
-// The floor of rope_pool_fused on CUDA: a copy of as many bytes between the same rows, no arithmetic.
-// benchmarks/bench_gpu.py builds it and takes the fastest of its variants.
+// The floor of rope_pool_fused on CUDA: a copy of as many bytes between the same rows, no
+// arithmetic. benchmarks/bench_gpu.py builds it and takes the fastest of its variants.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -67,12 +67,24 @@ extern "C" int copy_rows(const CopyArgs* args, int variant, int threads, int spl
                          cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(args->num_tokens), static_cast<unsigned>(splits));
   switch (variant) {
-    case 0: copy_rows<1, false><<<grid, threads, 0, stream>>>(*args); break;
-    case 1: copy_rows<1, true><<<grid, threads, 0, stream>>>(*args); break;
-    case 2: copy_rows<2, false><<<grid, threads, 0, stream>>>(*args); break;
-    case 3: copy_rows<2, true><<<grid, threads, 0, stream>>>(*args); break;
-    case 4: copy_rows<4, false><<<grid, threads, 0, stream>>>(*args); break;
-    default: copy_rows<4, true><<<grid, threads, 0, stream>>>(*args); break;
+    case 0:
+      copy_rows<1, false><<<grid, threads, 0, stream>>>(*args);
+      break;
+    case 1:
+      copy_rows<1, true><<<grid, threads, 0, stream>>>(*args);
+      break;
+    case 2:
+      copy_rows<2, false><<<grid, threads, 0, stream>>>(*args);
+      break;
+    case 3:
+      copy_rows<2, true><<<grid, threads, 0, stream>>>(*args);
+      break;
+    case 4:
+      copy_rows<4, false><<<grid, threads, 0, stream>>>(*args);
+      break;
+    default:
+      copy_rows<4, true><<<grid, threads, 0, stream>>>(*args);
+      break;
   }
   return static_cast<int>(cudaGetLastError());
 }

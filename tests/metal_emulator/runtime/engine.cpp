@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <dlfcn.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -83,13 +84,18 @@ struct Cell {
   uint32_t last_reader;
 };
 
+// Only the pages that are touched cost memory: tensors may span gigabytes.
 template <class T>
 struct Zeros {
-  explicit Zeros(std::size_t n) : data(static_cast<T*>(std::calloc(n + 1, sizeof(T)))) {
-    if (data == nullptr) throw std::bad_alloc();
+  explicit Zeros(std::size_t n)
+      : bytes((n + 1) * sizeof(T)),
+        data(static_cast<T*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {
+    if (data == MAP_FAILED) throw std::bad_alloc();
   }
-  ~Zeros() { std::free(data); }
+  ~Zeros() { munmap(data, bytes); }
   Zeros(const Zeros&) = delete;
+  std::size_t bytes;
   T* data;
 };
 

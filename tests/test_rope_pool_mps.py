@@ -1,0 +1,363 @@
+"""The Metal kernel and its host code on the emulator: the CPU's tests again, and what only a GPU has."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import emulated_mps
+import metal_emulator
+import pytest
+import sample
+import test_rope_pool
+import test_variants
+import torch
+from expecttest import assert_expected_inline
+from sample import OPS, make_sample
+from test_contract_parity import outcome, random_spec
+from test_rope_pool import (  # noqa: F401  run again, here on the emulator
+    test_autograd_sees_that_a_tensor_was_written,
+    test_dtypes,
+    test_every_half_goes_through_unchanged,
+    test_expanded,
+    test_half_results_are_correctly_rounded,
+    test_head_dims,
+    test_heads,
+    test_index_dtypes,
+    test_inference_tensors,
+    test_infinity_goes_where_the_reference_says,
+    test_layouts,
+    test_layouts_of_all_arguments,
+    test_magnitudes,
+    test_nan_stays_nan_in_its_pair,
+    test_nothing_is_stored_for_negative_slots,
+    test_other_rows_keep_every_bit,
+    test_outputs_are_new_and_contiguous,
+    test_packed_qkv,
+    test_pools_in_one_buffer,
+    test_positions,
+    test_requires_grad_is_an_error,
+    test_requires_grad_is_fine_without_grad_mode,
+    test_rope_bases,
+    test_some_slots_negative,
+    test_strided_positions_and_slots,
+    test_strides_that_reach_beyond_2_to_31_elements,
+    test_the_three_ops_give_the_same_bits,
+    test_token_counts,
+    test_tokens_one_by_one,
+    test_v_is_copied_bit_for_bit,
+)
+from test_variants import (  # noqa: F401
+    test_all_at_once,
+    test_attention_scaling_scales_what_turns,
+    test_defaults_change_nothing,
+    test_features_that_do_not_turn_keep_every_bit,
+    test_inv_freq_that_changes_between_calls,
+    test_mrope_at_huge_positions,
+    test_mrope_of_equal_rows_is_plain_rope,
+    test_mrope_with_more_pairs_than_turns,
+    test_paged_slots_are_pages_and_offsets,
+    test_pairs_of_arguments,
+    test_same_bits_for_any_strides,
+    test_strided_inv_freq,
+    test_tiles_of_angles,
+)
+from test_variants import test_dtypes as test_dtypes_of_variants  # noqa: F401
+
+from torch_ropepool import selftest
+
+
+@pytest.fixture(autouse=True)
+def on_the_emulator(monkeypatch) -> Iterator[None]:
+    """The ops are those of the MPS backend. It has no float64, not even for inv_freq."""
+    emulated_mps.load()
+    for op in OPS:
+        monkeypatch.setitem(sample.OPS, op, emulated_mps.checked(op))
+    monkeypatch.setitem(test_variants.VALUES, "inv_freq", (None, torch.float32))
+    monkeypatch.setattr(test_rope_pool, "MANY", 20)  # enough for a GPU, and the emulator is slow
+    yield
+
+
+# ---- Every kind of call of the self-test
+
+
+@pytest.mark.parametrize("kind", sorted({case.kind for case in selftest.cases()}))
+def test_selftest_cases(kind):
+    """In three orders of the threads."""
+    for case in selftest.cases():
+        if case.kind != kind:
+            continue
+        for seed, op in enumerate(selftest.OPS):
+            call = partial(emulated_mps.call, seed=seed)
+            assert selftest.difference(case, op, "cpu", call) is None
+
+
+def test_slots_out_of_range_are_not_stored():
+    assert selftest.out_of_range("cpu", emulated_mps.call) is None
+
+
+def test_tokens_with_one_slot_spoil_no_other_row():
+    """Each element of the row is one of theirs. That threads race for it is what the emulator reports."""
+    call = make_sample().with_(slots=torch.tensor([3, 3, 9, -1, 9, 9, 0], dtype=torch.int32))
+    before = call.clone()
+    with metal_emulator.recording(raises=False) as run:
+        _, k_rot, k_pool, v_pool = emulated_mps.call_kernel("rope_pool_fused", arguments(call))
+    assert all("race: stores byte" in fault or fault.startswith("and") for fault in run.faults)
+    for pool, rows, untouched in ((k_pool, k_rot, before.k_pool), (v_pool, call.v, before.v_pool)):
+        for slot in range(32):
+            tokens = (call.slots == slot).nonzero().flatten()
+            candidates = rows[tokens] if len(tokens) else untouched[slot][None]
+            assert (pool[slot] == candidates).any(dim=0).all()
+
+
+# ---- The contract
+
+
+@pytest.mark.parametrize("case", list(selftest.broken_calls()), ids=lambda case: case.name)
+def test_selftest_refusals(case):
+    assert selftest.refusal(case, "cpu", emulated_mps.call) is None
+
+
+def test_contract_is_the_cpu_kernels():
+    """Random calls, most of them broken. float64 is left out: MPS has none."""
+    refused = accepted = 0
+    for number in range(1500):
+        r = random.Random(number)
+        spec, op = random_spec(r), r.choice(list(OPS))
+        if any(view.dtype == torch.float64 for view in spec.views.values()):
+            continue
+        call = spec.build(slot=-1)
+        keys = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.MPS)
+        kernels = [partial(getattr(torch.ops.ropepool, op).default._op_dk, key) for key in keys]
+        cpu, mps = (outcome(partial(kernel, *call.args, **call.kwargs)) for kernel in kernels)
+        if cpu[0] == "ValueError":
+            cpu = "ValueError", str(cpu[1]).replace("float32 or float64, got", "float32, got")
+        assert mps == cpu, spec
+        refused, accepted = refused + (cpu[0] == "ValueError"), accepted + (cpu[0] == "accepted")
+    assert min(refused, accepted) > 200
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("q", "q/k/v dtype must be float16, bfloat16 or float32, got float64"),
+        ("inv_freq", "inv_freq must be float32, got float64"),
+    ],
+)
+def test_float64_is_refused(what, text):
+    call = make_sample(dtype=torch.float64 if what == "q" else torch.float32)
+    if what == "inv_freq":
+        call = call.with_(rope_base=None, inv_freq=torch.ones(32, dtype=torch.float64))
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        emulated_mps.call_kernel("rope_pool_fused", arguments(call))
+
+
+# ---- What is moved, made and dispatched
+
+
+def arguments(call: sample.Sample) -> dict[str, object]:
+    return {**dict(zip(sample.TENSOR_NAMES, call.args, strict=True)), **call.kwargs}
+
+
+def record(call: sample.Sample, op: str = "rope_pool_fused", **options) -> metal_emulator.Run:
+    """The second call of its kind: what is made once is there."""
+    emulated_mps.call(op, arguments(call.clone()))
+    with torch.no_grad(), metal_emulator.recording(**options) as run:
+        emulated_mps.call_kernel(op, arguments(call))
+    return run
+
+
+SHAPES = {"Llama-3-8B": (32, 8, 128), "SmolLM2-135M": (9, 3, 64), "head_dim 66": (4, 2, 66)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 7, 130])
+def test_every_byte_moves_once(shape, dtype, num_tokens):
+    heads, kv_heads, head_dim = SHAPES[shape]
+    call = make_sample(num_tokens, heads, kv_heads, head_dim, pool_size=160, dtype=dtype)
+    (dispatch,) = record(call).dispatches
+    moved = {t.name: (t.bytes_loaded, t.bytes_stored) for t in dispatch.buffers.values()}
+    q, k = call.q.nbytes, call.k.nbytes
+    reads = {"q": q, "k": k, "v": k}
+    writes = {"q_rot": q, "k_rot": k, "k_pool": k, "v_pool": k}
+    assert {name: moved[name] for name in reads} == {name: (size, 0) for name, size in reads.items()}
+    assert {name: moved[name] for name in writes} == {name: (0, size) for name, size in writes.items()}
+    per_token = (2 * heads + 5 * kv_heads) * head_dim * dtype.itemsize
+    assert sum(reads.values()) + sum(writes.values()) == per_token * num_tokens
+    for name in ("positions", "slots", "frequencies"):
+        assert dispatch.buffer(name).bytes_reloaded == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 7, 330])
+def test_each_angle_is_made_once_in_a_threadgroup(shape, num_tokens):
+    heads, kv_heads, head_dim = SHAPES[shape]
+    call = make_sample(num_tokens, heads, kv_heads, head_dim, pool_size=330, dtype=torch.bfloat16)
+    (dispatch,) = record(call).dispatches
+    groups_of_a_token = dispatch.grid[1] // dispatch.group[1]
+    angles = dispatch.calls["rope_pool::angle_of"]
+    assert angles == num_tokens * (head_dim // 2) * groups_of_a_token
+    if num_tokens == 330 and head_dim % 8 == 0:  # tokens enough for the GPU: a group has all of a token
+        assert groups_of_a_token == 1
+
+
+def test_vectorized_where_alignment_and_strides_allow():
+    def kernel(call: sample.Sample) -> str:
+        (dispatch,) = record(call).dispatches
+        return dispatch.kernel.removeprefix("rope_pool_fused_")
+
+    good = make_sample(dtype=torch.bfloat16)
+    kernels = {"contiguous": kernel(good)}
+    for offset in (1, 8):
+        view = sample.place(good.q, (4 * 64, 64, 1), offset)
+        kernels[f"q at offset {offset}"] = kernel(good.with_(q=view))
+    kernels["heads of 72"] = kernel(make_sample(head_dim=72, dtype=torch.bfloat16))
+    kernels["heads of 80"] = kernel(make_sample(head_dim=80, dtype=torch.bfloat16))
+    kernels["float32, heads of 72"] = kernel(make_sample(head_dim=72))
+    kernels["rotary_dim 20"] = kernel(good.with_(rotary_dim=20))
+    assert_expected_inline(
+        "\n".join(f"{name}: {value}" for name, value in kernels.items()),
+        """\
+contiguous: bfloat16_vectorized
+q at offset 1: bfloat16
+q at offset 8: bfloat16_vectorized
+heads of 72: bfloat16
+heads of 80: bfloat16_vectorized
+float32, heads of 72: float32_vectorized
+rotary_dim 20: bfloat16""",
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_dispatch_and_nothing_made_but_the_outputs(op):
+    call = make_sample()
+    run = record(call, op)
+    outputs = [] if op == "rope_pool_fused_" else [call.q.nbytes, call.k.nbytes]
+    assert (len(run.dispatches), run.command_blocks, run.libraries, run.pipelines) == (1, 1, 0, 0)
+    assert run.allocations == outputs
+    assert not run.torch_calls  # no copy to the host, no wait for the device
+
+
+def test_no_tokens_no_dispatch():
+    run = record(make_sample(0))
+    assert (run.command_blocks, run.dispatches) == (0, [])
+
+
+# ---- In a process of its own: what is decided once
+
+
+def run_python(code: str, **environment: str) -> str:
+    path = os.pathsep.join([str(emulated_mps.ROOT), str(Path(__file__).parent)])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+SELFTEST = """
+import emulated_mps, metal_emulator
+from torch_ropepool import selftest
+{setup}
+for case in selftest.cases():
+    if case.kind in ("dtypes", "variants of RoPE", "positions"):
+        for op in selftest.OPS[1:]:
+            assert selftest.difference(case, op, "cpu", emulated_mps.call) is None
+"""
+
+
+def test_with_set_arg_bytes_of_torch_2_14():
+    """No tensor is made for the parameters then."""
+    setup = "emulated_mps.load(set_arg_bytes=True); emulated_mps.load = lambda: None"
+    code = (
+        SELFTEST.format(setup=setup)
+        + """
+with metal_emulator.recording() as run:
+    emulated_mps.call_kernel("rope_pool_fused_", selftest.make_case("", rope_base=7.0).args)
+print(run.allocations)
+"""
+    )
+    num_pairs = 32
+    assert run_python(code) == str([3 * 4 * num_pairs] * 2)  # the table, on the host and on the device
+
+
+def test_fast_math_changes_no_bit():
+    """PYTORCH_MPS_FAST_MATH=1 compiles shaders with fast math; the shader's pragmas take it back."""
+    run_python(SELFTEST.format(setup="metal_emulator.compile_options(fast_math=True).__enter__()"))
+
+
+def test_a_gpu_that_flushes_subnormals():
+    """Half types are converted with integers, so float16's subnormals survive."""
+    for case in selftest.cases():
+        if case.has_subnormals and case.args["q"].dtype == torch.float16:
+            call = partial(emulated_mps.call, flush_denormals=True)
+            assert selftest.difference(case, "rope_pool_fused", "cpu", call) is None
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_shader_that_does_not_compile_is_an_error(lazy):
+    code = f"""
+import emulated_mps, metal_emulator
+from torch_ropepool import selftest
+emulated_mps.load()
+with metal_emulator.compile_options(lazy={lazy}):
+    def fail(*_): raise metal_emulator.CompileError("planted")
+    metal_emulator._compiler.compile = fail
+    for _ in range(2):
+        try:
+            emulated_mps.call_kernel("rope_pool_fused", selftest.make_case("").args)
+        except RuntimeError as error:
+            print(error)
+"""
+    step = (
+        "compiling the Metal kernel rope_pool_fused_bfloat16_vectorized"
+        if lazy
+        else ("making the Metal shader library")
+    )
+    lines = run_python(code).splitlines()
+    assert len([line for line in lines if line.startswith(f"rope_pool_fused: {step} failed:")]) == 2
+    assert len([line for line in lines if "planted" in line]) == 2
+
+
+def test_slots_are_checked_where_asked():
+    code = """
+import emulated_mps, torch
+from torch_ropepool import selftest
+args = selftest.make_case("", slots=torch.tensor([1, 2, 32, 3, -1], dtype=torch.int32)).args
+before = args["k_pool"].clone()
+try:
+    emulated_mps.call_kernel("rope_pool_fused", args)
+except IndexError as error:
+    print(error)
+print("written:", not torch.equal(args["k_pool"], before))
+"""
+    text = "slots[2] is 32, out of range for pool_size 32; a negative slot means: do not store"
+    assert run_python(code, TORCH_ROPEPOOL_CHECK_SLOTS="1") == f"{text}\nwritten: False"
+    assert run_python(code, TORCH_ROPEPOOL_CHECK_SLOTS="0") == "written: True"
+
+
+def test_first_use_from_many_threads():
+    code = """
+import threading, emulated_mps, torch
+from torch_ropepool import selftest
+emulated_mps.load()
+cases = [make for make in selftest.cases() if make.kind == "dtypes"]
+wrong, start = [], threading.Barrier(8)
+def work(case):
+    start.wait()
+    wrong.append(selftest.difference(case, "rope_pool_fused", "cpu", emulated_mps.call_kernel))
+threads = [threading.Thread(target=work, args=(cases[i % len(cases)],)) for i in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(wrong)
+"""
+    assert run_python(code) == str([None] * 8)
