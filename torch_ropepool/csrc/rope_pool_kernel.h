@@ -1,9 +1,9 @@
 // The GPU kernel's body: what one thread does. Metal's and CUDA's entry points both include this.
 //
-// A token's work is split into lanes and rows. A row is a head of q, k or v, in this order. A lane
-// is 2 kVec features, at the same place of every row: kVec rotary pairs, or features that do not
-// turn. A threadgroup has some lanes of some rows of some tokens. It makes each angle once, in
-// threadgroup memory; a thread does one lane of a token's every so-manieth row.
+// A token's work is split into heads and lanes. A lane is 2 kVec features, at the same place of
+// every head: kVec rotary pairs, or features that do not turn. A threadgroup has some lanes of some
+// heads, all of q, or of k, or of v, of some tokens. It makes each angle once, in the group's
+// memory; a thread has one lane of one token, and every so-manieth of the group's heads.
 #pragma once
 
 #include "rope_pool_params.h"
@@ -204,13 +204,13 @@ struct RopePoolTensors {
 struct ThreadPosition {
   u32 token;
   u32 lane;
-  u32 first_row;       // its rows are first_row + i * rows_per_group, below end_row
-  u32 end_row;         //
+  u32 group;           // of the token's
   u32 token_in_group;  //
   u32 lane_in_group;   //
-  u32 row_in_group;    //
+  u32 head_in_group;   //
   u32 lanes_per_group;
-  u32 rows_per_group;
+  u32 heads_per_group;  // at a time
+  u32 heads_per_thread;
 };
 
 // 64-bit index arithmetic: an index of 32 bits times a stride.
@@ -326,114 +326,124 @@ ROPE_POOL_FN LaneFeatures lane_features(ROPE_POOL_UNIFORM const GpuParams& p, u3
   return f;
 }
 
-// 0, 1, 2: of q, k, v.
-ROPE_POOL_FN u32 kind_of(ROPE_POOL_UNIFORM const GpuParams& p, u32 row) {
-  return (row >= p.rows[1].first ? 1u : 0u) + (row >= p.rows[2].first ? 1u : 0u);
+// A lane of one token's heads in a tensor.
+template <class Pointer>
+struct Heads {
+  Pointer first;  // null: there is none
+  i64 head_stride;
+  i64 distance;  // between the lane's chunks
+};
+
+template <int kVec, class Pointer>
+ROPE_POOL_FN Heads<Pointer> heads_at(Pointer token, i64 head_stride, i64 feature_stride,
+                                     LaneFeatures f) {
+  i64 stride = kVec > 1 ? 1 : feature_stride;
+  Heads<Pointer> heads;
+  heads.first = token + f.first * stride;
+  heads.head_stride = head_stride;
+  heads.distance = f.distance * stride;
+  return heads;
 }
 
-template <int kVec, class Bits>
-ROPE_POOL_FN Lane<Bits, kVec> load_row(RopePoolTensors<Bits> t,
-                                       ROPE_POOL_UNIFORM const GpuParams& p, u32 token, u32 row,
-                                       LaneFeatures f) {
+template <class Bits, int kVec>
+ROPE_POOL_FN Lane<Bits, kVec> load_lane(Heads<ROPE_POOL_DEVICE const Bits*> heads, u32 head) {
   typedef typename ChunkOf<Bits, kVec>::type Chunk;
-  u32 kind = kind_of(p, row);
-  ROPE_POOL_UNIFORM const GpuRows& rows = p.rows[kind];
-  ROPE_POOL_DEVICE const Bits* from = kind == 0u ? t.q : (kind == 1u ? t.k : t.v);
-  i64 stride = kVec > 1 ? 1 : rows.in.feature;
-  from += times(token, rows.in.token) + times(row - rows.first, rows.in.head) + f.first * stride;
+  ROPE_POOL_DEVICE const Bits* from = heads.first + times(head, heads.head_stride);
   Lane<Bits, kVec> lane;
   lane.first = Chunk::load(from);
-  lane.second = Chunk::load(from + f.distance * stride);
+  lane.second = Chunk::load(from + heads.distance);
   return lane;
 }
 
-template <int kVec, class Bits>
-ROPE_POOL_FN void store_lane(Lane<Bits, kVec> lane, ROPE_POOL_DEVICE Bits* row, i64 feature_stride,
-                             LaneFeatures f) {
-  i64 stride = kVec > 1 ? 1 : feature_stride;
-  lane.first.store(row + f.first * stride);
-  lane.second.store(row + (f.first + f.distance) * stride);
-}
-
-// A slot that is negative, or not below pool_size, is not stored.
-template <class Element, int kVec, class Bits>
-ROPE_POOL_FN void store_row(RopePoolTensors<Bits> t, ROPE_POOL_UNIFORM const GpuParams& p,
-                            u32 token, u32 row, i64 slot, LaneFeatures f, Lane<Bits, kVec> lane,
-                            LaneAngles<kVec> angles) {
-  u32 kind = kind_of(p, row);
-  ROPE_POOL_UNIFORM const GpuRows& rows = p.rows[kind];
-  u32 head = row - rows.first;
-  if (kind != 2u) {
-    if (f.turns) lane = Turn<Element, kVec>::apply(lane, p.interleaved != 0u, angles);
-    if (f.turns || p.keeps_unturned == 0u) {
-      ROPE_POOL_DEVICE Bits* to = kind == 0u ? t.q_rot : t.k_rot;
-      store_lane<kVec>(lane, to + times(token, rows.out.token) + times(head, rows.out.head),
-                       rows.out.feature, f);
-    }
-  }
-  if (kind != 0u && slot >= 0 && slot < p.pool_size) {
-    ROPE_POOL_DEVICE Bits* to = kind == 1u ? t.k_pool : t.v_pool;
-    i64 page = page_of(slot, p.pool_size, p.page_size);
-    to += page * rows.pool.page + (slot - page * p.page_size) * rows.pool.row;
-    store_lane<kVec>(lane, to + times(head, rows.pool.head), rows.pool.feature, f);
-  }
+template <class Bits, int kVec>
+ROPE_POOL_FN void store_lane(Lane<Bits, kVec> lane, Heads<ROPE_POOL_DEVICE Bits*> heads, u32 head) {
+  if (heads.first == 0) return;
+  ROPE_POOL_DEVICE Bits* to = heads.first + times(head, heads.head_stride);
+  lane.first.store(to);
+  lane.second.store(to + heads.distance);
 }
 
 // Every thread of a group comes here. `shared`: the group's memory, 2 floats for each of its pairs
-// of each of its tokens.
+// of each of its tokens. A slot that is negative, or not below pool_size, is not stored.
 template <class Element, int kVec, class Bits>
 ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
                                           ROPE_POOL_UNIFORM const GpuParams& p, u32 num_tokens,
                                           ThreadPosition at, ROPE_POOL_SHARED float* shared) {
-  u32 pairs_per_group = at.lanes_per_group * kVec;
-  ROPE_POOL_SHARED float* cos = shared + at.token_in_group * pairs_per_group * 2u;
-  ROPE_POOL_SHARED float* sin = cos + pairs_per_group;
+  bool is_v = at.group >= p.heads[2].first_group;
+  bool is_q = at.group < p.heads[1].first_group;
+  ROPE_POOL_UNIFORM const GpuHeads& h = p.heads[is_v ? 2 : (is_q ? 0 : 1)];
+  u32 first_head = (at.group - h.first_group) * at.heads_per_group * at.heads_per_thread;
+  u32 end_head = first_head + at.heads_per_group * at.heads_per_thread;
+  end_head = end_head < h.num_heads ? end_head : h.num_heads;
+  u32 head = first_head + at.head_in_group;
   bool is_token = at.token < num_tokens;
   bool is_lane = is_token && times(at.lane, 2 * kVec) < p.head_dim;
+  bool has_work = is_lane && head < end_head;
 
-  // First everything that can be asked of memory at once: slot, position, frequency, a row.
-  u32 row = at.first_row;
-  u32 end_row = is_lane ? at.end_row : 0u;
+  // First everything that can be asked of memory at once: slot, position, frequency, a head.
   Index slot;
-  if (end_row > p.rows[1].first) {
+  if (has_work && !is_q) {
     slot = load_index(t.slots, p.slots_are_int64, times(at.token, p.slots_stride));
   }
-  // Angles are dealt out to the token's threads. v's rows need none.
-  u32 share = at.row_in_group * at.lanes_per_group + at.lane_in_group;
-  u32 shares = at.rows_per_group * at.lanes_per_group;
+  // Angles are dealt out to the token's threads.
+  u32 share = at.head_in_group * at.lanes_per_group + at.lane_in_group;
+  u32 shares = at.heads_per_group * at.lanes_per_group;
+  u32 pairs_per_group = at.lanes_per_group * kVec;
   i64 first_pair = times(at.lane - at.lane_in_group, kVec);
-  i64 pairs_left = is_token ? p.num_pairs - first_pair : 0;
+  i64 pairs_left = is_token && !is_v ? p.num_pairs - first_pair : 0;
   u32 num_angles =
       pairs_left < (i64)pairs_per_group ? (u32)(pairs_left < 0 ? 0 : pairs_left) : pairs_per_group;
   AngleParts parts;
   if (share < num_angles) parts = load_angle(t, p, at.token, first_pair + share);
   LaneFeatures f = lane_features<kVec>(p, at.lane);
+  Heads<ROPE_POOL_DEVICE const Bits*> in = heads_at<kVec>(
+      (is_v ? t.v : (is_q ? t.q : t.k)) + times(at.token, h.in.token), h.in.head, h.in.feature, f);
   Lane<Bits, kVec> lane;
-  if (row < end_row) lane = load_row<kVec>(t, p, at.token, row, f);
+  if (has_work) lane = load_lane<Bits, kVec>(in, head);
 
-  for (u32 i = share; i < num_angles; i += shares) {
-    Angle<float> angle = angle_from(parts, t, p, first_pair + i);
-    cos[i] = angle.cos;
-    sin[i] = angle.sin;
-    if (i + shares < num_angles) parts = load_angle(t, p, at.token, first_pair + i + shares);
-  }
-  ROPE_POOL_BARRIER();
   LaneAngles<kVec> angles;
-  if (row < end_row && f.turns) {
-    read_angles<kVec>(cos + at.lane_in_group * kVec, angles.cos);
-    read_angles<kVec>(sin + at.lane_in_group * kVec, angles.sin);
+  if (!is_v) {
+    ROPE_POOL_SHARED float* cos = shared + at.token_in_group * pairs_per_group * 2u;
+    ROPE_POOL_SHARED float* sin = cos + pairs_per_group;
+    for (u32 i = share; i < num_angles; i += shares) {
+      Angle<float> angle = angle_from(parts, t, p, first_pair + i);
+      cos[i] = angle.cos;
+      sin[i] = angle.sin;
+      if (i + shares < num_angles) parts = load_angle(t, p, at.token, first_pair + i + shares);
+    }
+    ROPE_POOL_BARRIER();
+    if (has_work && f.turns) {
+      read_angles<kVec>(cos + at.lane_in_group * kVec, angles.cos);
+      read_angles<kVec>(sin + at.lane_in_group * kVec, angles.sin);
+    }
   }
+  if (!has_work) return;
 
-  // The next row's loads go ahead of this one's stores, which the compiler may not do by itself:
+  Heads<ROPE_POOL_DEVICE Bits*> out;
+  Heads<ROPE_POOL_DEVICE Bits*> pool;
+  out.first = 0;
+  pool.first = 0;
+  if (!is_v && (f.turns || p.keeps_unturned == 0u)) {
+    out = heads_at<kVec>((is_q ? t.q_rot : t.k_rot) + times(at.token, h.out.token), h.out.head,
+                         h.out.feature, f);
+  }
+  i64 row = is_q ? -1 : value_of(slot, p.slots_are_int64);
+  if (row >= 0 && row < p.pool_size) {
+    i64 page = page_of(row, p.pool_size, p.page_size);
+    i64 offset = page * h.pool.page + (row - page * p.page_size) * h.pool.row;
+    pool = heads_at<kVec>((is_v ? t.v_pool : t.k_pool) + offset, h.pool.head, h.pool.feature, f);
+  }
+  // The next head's loads go ahead of this one's stores, which the compiler may not do by itself:
   // q_rot may be q.
-  while (row < end_row) {
-    u32 next_row = row + at.rows_per_group;
+  while (head < end_head) {
+    u32 next_head = head + at.heads_per_group;
     Lane<Bits, kVec> next;
-    if (next_row < end_row) next = load_row<kVec>(t, p, at.token, next_row, f);
-    store_row<Element, kVec>(t, p, at.token, row, value_of(slot, p.slots_are_int64), f, lane,
-                             angles);
+    if (next_head < end_head) next = load_lane<Bits, kVec>(in, next_head);
+    if (!is_v && f.turns) lane = Turn<Element, kVec>::apply(lane, p.interleaved != 0u, angles);
+    store_lane(lane, out, head);
+    store_lane(lane, pool, head);
     lane = next;
-    row = next_row;
+    head = next_head;
   }
 }
 

@@ -4,7 +4,7 @@
 #include "rope_math.h"
 
 // A GPU kernel's threads per threadgroup (CUDA: block), at most.
-#define ROPE_POOL_THREADS_PER_GROUP 128
+#define ROPE_POOL_THREADS_PER_GROUP 64
 
 // Floats of a threadgroup's memory: a cosine and a sine for each pair, kVec pairs a thread.
 #define ROPE_POOL_ANGLES(kVec) (2 * (kVec) * ROPE_POOL_THREADS_PER_GROUP)
@@ -47,34 +47,18 @@ struct RopePoolParams {
   PoolStrides v_pool;
 };
 
-// The rows of one kind: the heads of q, of k, or of v.
-struct GpuRows {
+// The heads of q, of k, or of v.
+struct GpuHeads {
   RowStrides in;     //
   RowStrides out;    // of q_rot or k_rot
   PoolStrides pool;  //
-  u32 first;         // row of the first head: the kinds follow each other
-  u32 unused;        // to a multiple of 8 bytes
+  u32 num_heads;
+  u32 first_group;  // threadgroups of a token: q's, then k's, then v's
 };
 
-// What a GPU kernel reads. The number of tokens is not here: Metal keeps these bytes in GPU memory,
-// one copy for all calls of a layout.
+// What a GPU kernel reads, the most used first. The number of tokens is not here: Metal keeps these
+// bytes in GPU memory, one copy for all calls of a layout.
 struct GpuParams {
-  GpuRows rows[3];  // q, k, v
-
-  i64 head_dim;
-  i64 num_pairs;
-  i64 pool_size;
-  i64 page_size;
-
-  // In elements.
-  i64 positions_axis_stride;  // of the three rows, with mrope
-  i64 positions_stride;       //
-  i64 slots_stride;           //
-  i64 inv_freq_stride;        //
-
-  i64 mrope_section[3];
-
-  u32 num_rows;
   u32 inv_freq_itemsize;  // of radians per position; 0: the frequencies are a table
 
   // Yes or no.
@@ -86,8 +70,22 @@ struct GpuParams {
   u32 mrope_interleaved;
 
   float attention_scaling;
-  u32 unused;  // to a multiple of 8 bytes
+
+  i64 head_dim;
+  i64 num_pairs;
+  i64 pool_size;
+  i64 page_size;
+
+  // In elements.
+  i64 positions_stride;       //
+  i64 slots_stride;           //
+  i64 positions_axis_stride;  // of the three rows, with mrope
+  i64 inv_freq_stride;        //
+
+  GpuHeads heads[3];  // q, k, v
+
+  i64 mrope_section[3];
 };
-static_assert(sizeof(GpuParams) == 8 * (3 * 11 + 4 + 4 + 3) + 4 * 10, "as on every device");
+static_assert(sizeof(GpuParams) == 4 * 8 + 8 * (4 + 4 + 3 * 11 + 3), "as on every device");
 
 }  // namespace rope_pool

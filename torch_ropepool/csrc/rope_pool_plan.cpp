@@ -101,15 +101,10 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
   GpuPlan plan{};
   GpuParams& p = plan.params;
   const RopePoolParams rope = params_of(args, q_rot, k_rot);
-  const i64 num_rows = rope.num_qo_heads + 2 * rope.num_kv_heads;
-  if (std::max({num_rows, args.head_dim, args.num_tokens()}) > INT_MAX) {
+  if (std::max({args.num_qo_heads, args.num_kv_heads, args.head_dim, args.num_tokens()}) >
+      INT_MAX) {
     throw std::invalid_argument("rope_pool_fused: too many tokens, heads or features for a GPU");
   }
-  const i64 first_v = rope.num_qo_heads + rope.num_kv_heads;
-  p.rows[0] = {rope.q, rope.q_rot, {}, 0, 0};
-  p.rows[1] = {rope.k, rope.k_rot, rope.k_pool, static_cast<u32>(rope.num_qo_heads), 0};
-  p.rows[2] = {rope.v, {}, rope.v_pool, static_cast<u32>(first_v), 0};
-  p.num_rows = static_cast<u32>(num_rows);
   p.head_dim = rope.head_dim;
   p.num_pairs = rope.num_pairs;
   p.pool_size = rope.pool_size;
@@ -143,22 +138,43 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
   }
 
   constexpr i64 kThreads = ROPE_POOL_THREADS_PER_GROUP;
-  constexpr i64 kMaxRowsPerThread = 4;
+  constexpr i64 kMaxHeadsPerThread = 8;
+  const i64 num_qo_heads = args.num_qo_heads;
+  const i64 num_kv_heads = args.num_kv_heads;
   const i64 num_lanes = divide_up(args.head_dim, 2 * (plan.vectorized ? chunk : 1));
   plan.num_tokens = args.num_tokens();
   plan.lanes_per_group = std::min(num_lanes, kThreads);
   plan.lane_groups = divide_up(num_lanes, plan.lanes_per_group);
-
-  const i64 most_rows = std::min(kThreads / plan.lanes_per_group, num_rows);
-  const i64 groups_per_row = plan.lane_groups * std::max(plan.num_tokens, i64{1});
-  plan.rows_per_thread = std::clamp(num_rows * groups_per_row / (most_rows * enough_groups), i64{1},
-                                    std::min(kMaxRowsPerThread, divide_up(num_rows, most_rows)));
-  plan.row_groups = divide_up(num_rows, most_rows * plan.rows_per_thread);
-  plan.rows_per_group = divide_up(num_rows, plan.row_groups * plan.rows_per_thread);
+  // All of k's heads at a time, and q's in a few turns.
+  plan.heads_per_group =
+      std::clamp(std::max(num_kv_heads, divide_up(num_qo_heads, kMaxHeadsPerThread)), i64{1},
+                 kThreads / plan.lanes_per_group);
   plan.tokens_per_group =
-      std::clamp(kThreads / (plan.lanes_per_group * plan.rows_per_group), i64{1},
+      std::clamp(kThreads / (plan.lanes_per_group * plan.heads_per_group), i64{1},
                  std::min(std::max(plan.num_tokens, i64{1}), i64{64}));  // CUDA allows 64
   plan.token_groups = divide_up(plan.num_tokens, plan.tokens_per_group);
+
+  const auto head_groups = [&](i64 heads_per_thread) {
+    const i64 heads = plan.heads_per_group * heads_per_thread;
+    return divide_up(num_qo_heads, heads) + 2 * divide_up(num_kv_heads, heads);
+  };
+  plan.heads_per_thread =
+      std::min(kMaxHeadsPerThread, divide_up(num_qo_heads, plan.heads_per_group));
+  while (plan.heads_per_thread > 1 &&
+         head_groups(plan.heads_per_thread) * plan.lane_groups * plan.token_groups <
+             enough_groups) {
+    --plan.heads_per_thread;
+  }
+  plan.head_groups = head_groups(plan.heads_per_thread);
+
+  const i64 heads = plan.heads_per_group * plan.heads_per_thread;
+  const auto q_groups = static_cast<u32>(divide_up(num_qo_heads, heads));
+  const auto kv_groups = static_cast<u32>(divide_up(num_kv_heads, heads));
+  const auto num_q = static_cast<u32>(num_qo_heads);
+  const auto num_kv = static_cast<u32>(num_kv_heads);
+  p.heads[0] = {rope.q, rope.q_rot, {}, num_q, 0};
+  p.heads[1] = {rope.k, rope.k_rot, rope.k_pool, num_kv, q_groups};
+  p.heads[2] = {rope.v, {}, rope.v_pool, num_kv, q_groups + kv_groups};
   return plan;
 }
 

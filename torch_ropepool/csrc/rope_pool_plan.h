@@ -24,22 +24,22 @@ std::shared_ptr<const FrequencyTable> table_of(const RopePoolArgs& args);
 // slots that are stored to increase strictly, so that no two are the same.
 bool check_slots(const IndexArray& slots, i64 num_tokens, i64 pool_size);
 
-// How a GPU kernel is launched. A group has lanes x rows x tokens threads, and so does the grid
-// (rope_pool_kernel.h).
+// How a GPU kernel is launched: rope_pool_kernel.h. A group has lanes x heads x tokens threads.
 struct GpuPlan {
   GpuParams params;
   bool vectorized;  // a lane's chunks have 16 bytes, else one element
   i64 num_tokens;
-  i64 rows_per_group;  // threads in a group's second dimension
-  i64 rows_per_thread;
   i64 lanes_per_group;
+  i64 heads_per_group;  // at a time
+  i64 heads_per_thread;
   i64 tokens_per_group;
+  // Of the grid.
   i64 lane_groups;
-  i64 row_groups;
+  i64 head_groups;
   i64 token_groups;
 };
 
-// A token's rows are split over more groups until there are `enough_groups`.
+// A token's heads are split over more groups until there are `enough_groups`.
 GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot,
                     i64 enough_groups);
 

@@ -10,7 +10,7 @@
 
 using namespace rope_pool;
 
-// Groups and grid: lanes x rows x tokens. Only whole groups are dispatched.
+// Groups and grid: lanes x heads x tokens. Only whole groups are dispatched.
 template <class Element, int kVec>
 [[kernel, max_total_threads_per_threadgroup(ROPE_POOL_THREADS_PER_GROUP)]] void rope_pool_fused(
     device const typename Element::storage* q [[buffer(0)]],
@@ -22,7 +22,7 @@ template <class Element, int kVec>
     device typename Element::storage* q_rot [[buffer(7)]],
     device typename Element::storage* k_rot [[buffer(8)]],
     device const void* frequencies [[buffer(9)]], constant GpuParams& params [[buffer(10)]],
-    constant long& num_tokens [[buffer(11)]], constant long& rows_per_thread [[buffer(12)]],
+    constant long& num_tokens [[buffer(11)]], constant long& heads_per_thread [[buffer(12)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint3 thread_in_group [[thread_position_in_threadgroup]],
     uint3 group_size [[threads_per_threadgroup]]) {
@@ -40,17 +40,16 @@ template <class Element, int kVec>
   tensors.k_rot = k_rot;
   tensors.frequencies = frequencies;
 
-  u32 rows = group_size.y * (u32)rows_per_thread;
   ThreadPosition at;
   at.token = group.z * group_size.z + thread_in_group.z;
   at.lane = group.x * group_size.x + thread_in_group.x;
-  at.first_row = group.y * rows + thread_in_group.y;
-  at.end_row = metal::min((group.y + 1u) * rows, params.num_rows);
+  at.group = group.y;
   at.token_in_group = thread_in_group.z;
   at.lane_in_group = thread_in_group.x;
-  at.row_in_group = thread_in_group.y;
+  at.head_in_group = thread_in_group.y;
   at.lanes_per_group = group_size.x;
-  at.rows_per_group = group_size.y;
+  at.heads_per_group = group_size.y;
+  at.heads_per_thread = (u32)heads_per_thread;
   rope_pool_thread<Element, kVec>(tensors, params, (u32)num_tokens, at, (threadgroup float*)angles);
 }
 

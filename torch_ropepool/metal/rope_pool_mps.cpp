@@ -129,15 +129,15 @@ struct Dispatch {
         params != nullptr ? aoti_torch_mps_set_arg_tensor(function, index++, params)
                           : set_arg_bytes(function, index++, &plan->params, sizeof plan->params);
     if (bound != AOTI_TORCH_SUCCESS) return "binding the parameters";
-    for (i64 number : {plan->num_tokens, plan->rows_per_thread}) {
+    for (i64 number : {plan->num_tokens, plan->heads_per_thread}) {
       if (aoti_torch_mps_set_arg_int(function, index++, number) != AOTI_TORCH_SUCCESS) {
         return "binding a number";
       }
     }
     const std::array<std::uint64_t, 3> group_size = {
-        size(plan->lanes_per_group), size(plan->rows_per_group), size(plan->tokens_per_group)};
+        size(plan->lanes_per_group), size(plan->heads_per_group), size(plan->tokens_per_group)};
     const std::array<std::uint64_t, 3> length = {size(plan->lane_groups) * group_size[0],
-                                                 size(plan->row_groups) * group_size[1],
+                                                 size(plan->head_groups) * group_size[1],
                                                  size(plan->token_groups) * group_size[2]};
     if (aoti_torch_mps_dispatch_array_with_group_size(function, length.data(), length.size(),
                                                       group_size.data(),

@@ -15,32 +15,31 @@
 namespace rope_pool {
 namespace {
 
-constexpr int kGroupsPerProcessor = 7;  // at least: leaves a thread 72 registers
+constexpr int kGroupsPerProcessor = 14;  // at least: leaves a thread 72 registers
 
 template <class Bits>
 struct CudaArgs {
   RopePoolTensors<Bits> tensors;
   u32 num_tokens;
-  u32 rows_per_thread;
+  u32 heads_per_thread;
   GpuParams params;
 };
 
-// The grid is tokens x lanes x rows: only its first dimension may be large.
+// The grid is tokens x lanes x heads: only its first dimension may be large.
 template <class Element, int kVec>
 __global__ void __launch_bounds__(ROPE_POOL_THREADS_PER_GROUP, kGroupsPerProcessor)
     rope_pool(const __grid_constant__ CudaArgs<typename Element::storage> args) {
   __shared__ alignas(16) float angles[ROPE_POOL_ANGLES(kVec)];
-  const u32 rows = blockDim.y * args.rows_per_thread;
   ThreadPosition at;
   at.token = blockIdx.x * blockDim.z + threadIdx.z;
   at.lane = blockIdx.y * blockDim.x + threadIdx.x;
-  at.first_row = blockIdx.z * rows + threadIdx.y;
-  at.end_row = min((blockIdx.z + 1) * rows, args.params.num_rows);
+  at.group = blockIdx.z;
   at.token_in_group = threadIdx.z;
   at.lane_in_group = threadIdx.x;
-  at.row_in_group = threadIdx.y;
+  at.head_in_group = threadIdx.y;
   at.lanes_per_group = blockDim.x;
-  at.rows_per_group = blockDim.y;
+  at.heads_per_group = blockDim.y;
+  at.heads_per_thread = args.heads_per_thread;
   rope_pool_thread<Element, kVec>(args.tensors, args.params, args.num_tokens, at, angles);
 }
 
@@ -145,17 +144,17 @@ void launch_kernel(const RopePoolArgs& args, const TensorView& q_rot, const Tens
                          frequencies};
   kernel_args.params = plan.params;
   kernel_args.num_tokens = static_cast<u32>(plan.num_tokens);
-  kernel_args.rows_per_thread = static_cast<u32>(plan.rows_per_thread);
+  kernel_args.heads_per_thread = static_cast<u32>(plan.heads_per_thread);
 
-  if (plan.lane_groups > 0xffff || plan.row_groups > 0xffff) {
+  if (plan.lane_groups > 0xffff || plan.head_groups > 0xffff) {
     throw std::invalid_argument("rope_pool_fused: too many heads or features for a GPU");
   }
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(args.q.device_index, &stream));
   const dim3 grid(static_cast<unsigned>(plan.token_groups), static_cast<unsigned>(plan.lane_groups),
-                  static_cast<unsigned>(plan.row_groups));
+                  static_cast<unsigned>(plan.head_groups));
   const dim3 group(static_cast<unsigned>(plan.lanes_per_group),
-                   static_cast<unsigned>(plan.rows_per_group),
+                   static_cast<unsigned>(plan.heads_per_group),
                    static_cast<unsigned>(plan.tokens_per_group));
   rope_pool<Element, kVec><<<grid, group, 0, static_cast<cudaStream_t>(stream)>>>(kernel_args);
   check_cuda(cudaGetLastError(), "the kernel's launch");
