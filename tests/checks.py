@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from sample import Sample, bits, spacing
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from torch_ropepool import reference
 
@@ -23,6 +24,15 @@ def threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def largest_allocation(function: Callable[[], object]) -> int:
+    """Bytes of the largest single CPU allocation meanwhile."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    # Not profiled.events(): those of a compiled region are one event, less what it frees.
+    events = profiled.profiler.kineto_results.events()
+    return max(event.nbytes() for event in events if event.name() == "[memory]")
 
 
 def assert_same_bits(got: Tensor, want: Tensor) -> None:

@@ -9,18 +9,17 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 import torch
-from checks import assert_same_bits
+from checks import assert_same_bits, largest_allocation
 from sample import OPS
 from torch import Tensor
 from torch._inductor.utils import fresh_inductor_cache
-from torch.profiler import ProfilerActivity, profile
 
 import torch_ropepool
 
@@ -86,13 +85,6 @@ def wrapper_code(package: Path) -> str:
     with zipfile.ZipFile(package) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".wrapper.cpp"))
         return archive.read(name).decode()
-
-
-def largest_allocation(function: Callable[[], object]) -> int:
-    """Bytes of the largest CPU allocation meanwhile, where those of one op count as one."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        function()
-    return max(event.cpu_memory_usage for event in profiled.events())
 
 
 # ---- In Python
