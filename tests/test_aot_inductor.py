@@ -296,7 +296,7 @@ def test_pools_as_views(tmp_path):
 
 
 class Pools(torch.nn.Module):
-    """Pools that are buffers, or arguments."""
+    """The pools of each layer are buffers, or arguments."""
 
     def __init__(self, *buffers: Tensor) -> None:
         super().__init__()
@@ -304,22 +304,32 @@ class Pools(torch.nn.Module):
             self.register_buffer(f"pool{i}", buffer)
 
     def forward(self, inputs, arguments):
-        return store(inputs, *self.buffers(), *arguments)
+        pools = [*self.buffers(), *arguments]
+        return torch.stack([store(inputs, *pools[i : i + 2]) for i in range(0, len(pools), 2)])
 
 
 @pytest.mark.parametrize("given_as", ["buffers", "arguments"])
-def test_torch_copies_pools_that_share_a_storage_at_export(tmp_path, given_as):
-    """A fault of AOTInductor's (torch.compile does well): of two buffers, or two arguments, that are views of
-    one tensor, it copies the second at every call, from the tensor's start, which it takes to lie before
-    it as it did at export. A buffer is packaged on its own, so there the pool gets rows of other memory;
-    an argument is right, but what is before it is read. So these packages are not run. When this fails,
-    torch has mended it, or the op refuses it: then test that above.
+def test_pools_that_share_a_storage_at_export(tmp_path, given_as):
+    """Of two buffers, or two arguments, that are views of one tensor, AOTInductor (not torch.compile) would copy
+    the second at every call, from the tensor's start, which it takes to lie before it as it did at export. A
+    buffer is packaged on its own, so the pool would get rows of other memory: refused.
     """
     shared = zeros(LAYERS, 2)[1].unbind()
     buffers, arguments = (shared, ()) if given_as == "buffers" else ((), shared)
-    path = package_of(Pools(*buffers), arguments, tmp_path / "copies.pt2", package_cpp_only=True)
-    assert "clone" in wrapper_code(path)
+    with pytest.raises(ValueError, match="are two inputs of the graph, of which AOTInductor would copy one"):
+        package_of(Pools(*buffers), arguments, tmp_path / "copies.pt2", package_cpp_only=True)
     own = tuple(pool.clone() for pool in shared)
     buffers, arguments = (own, ()) if given_as == "buffers" else ((), own)
     path = package_of(Pools(*buffers), arguments, tmp_path / "good.pt2", package_cpp_only=True)
     assert "clone" not in wrapper_code(path)
+
+
+def test_layers_that_share_a_storage_at_export(tmp_path):
+    """Not the pools of one call, but those of two layers: they are right."""
+    keys, values = zeros(LAYERS), zeros(LAYERS)
+    model = Pools(keys[1], values[1], keys[2], values[2])
+    package = torch._inductor.aoti_load_package(str(package_of(model, (), tmp_path / "layers.pt2")))
+    pools = own_pools(package, model)
+    for num_tokens in (3, 1, 50):
+        assert_same_bits(package(inputs_of(num_tokens), ()), model(inputs_of(num_tokens), ()))
+    assert_same_pools(pools, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -185,6 +186,64 @@ def test_compile(op, backend, dynamic):
     assert_compiles(symbolic_sizes(op), make_sample(), backend=backend, dynamic=dynamic)
 
 
+class Pools(torch.nn.Module):
+    """The op on pools that are buffers."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op = OPS[op]
+        call = make_sample()
+        self.register_buffer("k_pool", call.k_pool)
+        self.register_buffer("v_pool", call.v_pool)
+
+    def forward(self, q, k, v, positions, slots):
+        q, k = q * 2, k + 1
+        result = self.op(q, k, v, positions, slots, self.k_pool, self.v_pool, **KWARGS)
+        if result is not None:
+            q, k = result[:2]
+        return q, k, self.k_pool[slots.long()]
+
+
+def assert_same_buffers(got: torch.nn.Module, want: torch.nn.Module) -> None:
+    buffers = dict(want.named_buffers())
+    assert dict(got.named_buffers()).keys() == buffers.keys()
+    for name, buffer in got.named_buffers():
+        assert_same_bits(buffer, buffers[name])
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dynamic", [False, True])
+@torch.inference_mode()
+def test_pools_as_module_buffers(op, backend, dynamic):
+    got, want = Pools(op), Pools(op)
+    compiled = torch.compile(got, fullgraph=True, backend=backend, dynamic=dynamic)
+    for num_tokens in (7, 1, 2, 0, 5) if dynamic else (7, 1, 0):
+        inputs = make_sample(num_tokens, seed=num_tokens).args[:5]
+        for a, b in zip(compiled(*inputs), want(*inputs), strict=True):
+            assert_same_bits(a, b)
+        assert_same_buffers(got, want)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_in_place_on_views(dynamic, views, used, num_tokens):
+    """q and k as views of arguments, which are then written, or as slices of a product; used later or dead."""
+
+    def function(q, k, v, positions, slots, k_pool, v_pool):
+        if views:
+            q, k = q[3 : 3 + num_tokens], k[3 : 3 + num_tokens]
+        else:
+            q, k = (torch.cat([k, q], 1)[:num_tokens] * 2).split([2, 4], dim=1)[::-1]
+        v, positions, slots = v[:num_tokens], positions[:num_tokens], slots[:num_tokens]
+        OPS["rope_pool_fused_"](q, k, v, positions, slots, k_pool, v_pool, **KWARGS)
+        return (q + 0.5, k * 2) if used else (k_pool.amax(),)
+
+    assert_compiles(function, make_sample(12), dynamic=dynamic)
+
+
 @pytest.mark.parametrize("op", PUBLIC_OPS)
 @torch.no_grad()
 def test_token_counts_share_a_graph(op):
@@ -221,6 +280,42 @@ def test_unbacked_token_count(op):
     assert_equal_calls(got, want)
 
 
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_token_counts_that_differ_at_run_time(op, backend):
+    """Two unbacked sizes: q's from one mask, the slots' from another."""
+
+    def function(mask, other, q, k, v, positions, slots, k_pool, v_pool):
+        chosen = mask.nonzero()[:, 0]
+        q, k, v, positions = (t.index_select(0, chosen) for t in (q, k, v, positions))
+        slots = slots.index_select(0, other.nonzero()[:, 0])
+        return symbolic_sizes(op)(q, k, v, positions, slots, k_pool, v_pool)
+
+    call = make_sample()
+    mask, other = torch.tensor([[1, 0, 1, 1, 0, 0, 1], [0, 1, 1, 1, 0, 0, 1]]).bool()
+    want, got = call.clone(), call.clone()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        right = function(mask, other, *want.args)
+        for a, b in zip(compiled(mask, other, *got.args), right, strict=True):
+            assert_same_bits(a, b)
+        assert_equal_calls(got, want)
+        other[0] = True
+        with pytest.raises((ValueError, RuntimeError), match=r"one entry per token|Eq\(u1, u0\)"):
+            compiled(mask, other, *got.args)
+        assert_equal_calls(got, want)
+
+
+@torch.no_grad()
+def test_cpu_and_cpu_0_are_one_device():
+    def function(q, k, v, positions, slots, k_pool, v_pool):
+        positions = torch.arange(7, device="cpu:0")
+        return OPS["rope_pool_fused"](q, k, v, positions, slots, k_pool, v_pool, **KWARGS)[:2]
+
+    assert_compiles(function, make_sample())
+
+
 @torch.no_grad()
 def test_error_in_a_compiled_function():
     call = make_sample().with_(num_qo_heads=2, num_kv_heads=4)
@@ -239,6 +334,76 @@ def test_slot_out_of_range_in_a_compiled_function():
     with pytest.raises(IndexError, match=r"slots\[2\] is 32, out of range for pool_size 32"):
         compiled(*call.args)
     assert_equal_calls(call, before)
+
+
+# ---- Export, make_fx and torch.fx
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize("pools", ["buffers", "arguments"])
+def test_saved_program(op, strict, decomposed, pools):
+    """Saved and loaded: any number of tokens, and of pool rows where the pools are arguments."""
+    num_tokens, pool_size = torch.export.Dim("num_tokens"), torch.export.Dim("pool_size")
+    model, call = Pools(op), make_sample()
+    inputs, dynamic = call.args[:5], ({0: num_tokens},) * 5
+    if pools == "arguments":
+        model = module_of(op, KWARGS)
+        inputs, dynamic = call.args, (*dynamic, {0: pool_size}, {0: pool_size})
+    program = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=strict)
+    if decomposed:
+        program = program.run_decompositions()
+    assert ("ropepool._rope_pool_fused" if decomposed else f"ropepool.{op}.default") in str(program.graph)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for n in (7, 1, 2, 0, 9):
+        got = make_sample(n, pool_size=32 if pools == "buffers" else 20 + n, seed=n)
+        want = got.clone()
+        results = loaded(*got.args[: len(inputs)]), model(*want.args[: len(inputs)])
+        for a, b in zip(*(result or () for result in results), strict=True):
+            assert_same_bits(a, b)
+        assert_equal_calls(got, want)
+        assert_same_buffers(loaded, model)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_views_have_a_constant_pool_size(strict):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v, positions, slots, buffer):
+            pools = buffer[1, 0], buffer[1, 1]
+            return OPS["rope_pool_fused"](q, k, v, positions, slots, *pools, **KWARGS)[:2]
+
+    inputs = *make_sample().args[:5], torch.zeros(3, 2, 32, 2, 64)
+    torch.export.export(Module(), inputs, strict=strict)
+    dynamic = (None,) * 5 + ({2: torch.export.Dim("pool_size")},)
+    with pytest.raises(torch._dynamo.exc.UserError, match=r"pool_size as dynamic .* a constant \(32\)"):
+        torch.export.export(Module(), inputs, dynamic_shapes=dynamic, strict=strict)
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_make_fx(op, tracing_mode):
+    function = symbolic_sizes(op) if tracing_mode == "symbolic" else module_of(op, KWARGS)
+    graph = make_fx(function, tracing_mode=tracing_mode)(*make_sample().args)
+    assert f"ropepool.{op}.default" in graph.code
+    got = make_sample(9 if tracing_mode == "symbolic" else 7, seed=1)
+    want = got.clone()
+    for a, b in zip(graph(*got.args) or (), function(*want.args) or (), strict=True):
+        assert_same_bits(a, b)
+    assert_equal_calls(got, want)
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+def test_symbolic_trace(op):
+    graph = torch.fx.symbolic_trace(module_of(op, KWARGS))
+    assert f"torch.ops.ropepool.{op}(" in graph.code
+    got, want = make_sample(), make_sample()
+    for a, b in zip(graph(*got.args) or (), OPS[op](*want.args, **KWARGS) or (), strict=True):
+        assert_same_bits(a, b)
+    assert_equal_calls(got, want)
 
 
 # ---- What torch's compiler gets wrong, unless the op is careful (DESIGN: pytorch#198068, #198031)
@@ -299,6 +464,18 @@ def test_clones_of_views_as_q_and_k(op, dynamic, num_tokens):
 @pytest.mark.parametrize("op", PUBLIC_OPS)
 @pytest.mark.parametrize("dynamic", [False, True])
 @torch.no_grad()
+def test_gathered_pool_rows_as_k_and_v(op, dynamic):
+    def function(q, k, v, positions, slots, k_pool, v_pool):
+        k, v = (pool.index_select(0, torch.arange(4, 11)) for pool in (k_pool, v_pool))
+        result = OPS[op](q, k, v, positions, slots, k_pool, v_pool, **KWARGS)
+        return (q, k) if result is None else result[:2]
+
+    assert_compiles(function, make_sample(), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("op", PUBLIC_OPS)
+@pytest.mark.parametrize("dynamic", [False, True])
+@torch.no_grad()
 def test_clones_of_pool_rows_as_k_and_v(op, dynamic):
     """Inductor drops such clones (pytorch#198031), so that k and v are what the op writes to: refused.
 
@@ -349,23 +526,39 @@ def test_torch_drops_a_clone_of_a_pool_between_two_writes():
     assert torch.equal(wrong, got.k_pool)
 
 
-@torch.no_grad()
-def test_torch_loses_rows_of_pools_that_share_a_buffer_through_two_bases():
-    """A fault of torch's auto_functionalized_v2, with any op that mutates two such tensors: k's rows are lost.
-    When this fails, torch has mended it: compare with eager instead.
-    """
+# Torch's auto_functionalized_v2 takes each of these for two buffers; it loses k's rows where v_pool's covers them.
+TWO_BASES = {
+    "k_pool detached": lambda buffer: (buffer[0].detach(), buffer[1]),
+    "v_pool detached": lambda buffer: (buffer[0], buffer[1].detach()),
+    "buffer detached twice": lambda buffer: (buffer.detach()[0], buffer.detach()[1]),
+}
 
+
+def pools_of(name: str):
     def function(q, k, v, positions, slots, buffer):
-        pools = buffer[0].detach(), buffer[1]
-        return OPS["rope_pool_fused"](q, k, v, positions, slots, *pools, **KWARGS)[:2]
+        result = OPS["rope_pool_fused"](q, k, v, positions, slots, *TWO_BASES[name](buffer), **KWARGS)
+        return result[0].clone(), result[1].clone()
 
-    call = make_sample()
-    want, got = torch.zeros(2, 2, 32, 2, 64)
-    function(*call.args[:5], want)
-    torch.compile(function, fullgraph=True, backend="aot_eager")(*call.args[:5], got)
-    assert torch.equal(got[1], want[1])
-    assert want[0].any()
-    assert not got[0].any()
+    return function
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pools", TWO_BASES)
+def test_pools_of_one_buffer_through_two_bases(pools, backend, mode):
+    """Refused wherever torch functionalizes."""
+    call, buffer = make_sample(), torch.zeros(2, 32, 2, 64)
+    want = buffer.clone()
+    pools_of(pools)(*call.args[:5], want)
+    with mode():
+        compiled = torch.compile(pools_of(pools), fullgraph=True, backend=backend)
+        if backend == "eager":
+            compiled(*call.args[:5], buffer)
+            assert_same_bits(buffer, want)
+        else:
+            with pytest.raises(RuntimeError, match="views of one buffer by way of different tensors"):
+                compiled(*call.args[:5], buffer)
+            assert not buffer.any()
 
 
 def test_returned_pools_are_the_pools():

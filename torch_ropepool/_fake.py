@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.auto_functionalize import get_base
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ._library import LIBRARY
 
@@ -265,7 +268,8 @@ class _View:
 
 
 def _check_device(c: Call, name: str, t: Tensor) -> None:
-    if t.device != c.q.device:
+    # A fake tensor keeps the index of "cpu:0", which is "cpu".
+    if (t.device.type, t.device.index or 0) != (c.q.device.type, c.q.device.index or 0):
         raise ValueError(f"all tensors must be on one device, got q on {c.q.device}, {name} on {t.device}")
 
 
@@ -402,6 +406,40 @@ def _pin_symbolic_offset(name: str, pool: Tensor) -> None:
         )
 
 
+def _refuse_two_bases(c: Call) -> None:
+    """Refuses pools that share a storage and that torch would functionalize apart.
+
+    It copies the base of each tensor that is written, and copies them back one after the other: of two
+    bases with the same memory, the first one's rows are lost. Two graph inputs are two bases as well; only
+    AOTInductor goes wrong with them, as it copies the second from memory that need not be there at run time.
+    """
+    pools = [pool for pool in (c.k_pool, c.v_pool) if isinstance(pool, FunctionalTensor)]
+    if len(pools) < 2:
+        return
+    bases = [pool if get_base(pool) is None else get_base(pool) for pool in pools]
+    if bases[0] is bases[1]:
+        return
+    if _storage(pools[0]) == _storage(pools[1]):
+        raise ValueError(
+            "k_pool and v_pool are views of one buffer by way of different tensors, of which torch would "
+            "lose one's rows: take both as views of the same tensor, with no detach() in between"
+        )
+    inductor = sys.modules.get("torch._inductor.virtualized")
+    if inductor is None or not inductor.V.aot_compilation:
+        return
+    inputs = [torch._from_functional_tensor(pool.elem) for pool in pools]
+    if _storage(inputs[0]) == _storage(inputs[1]):
+        raise ValueError(
+            "k_pool and v_pool share a storage and are two inputs of the graph, of which AOTInductor would "
+            "copy one: give each a storage of its own, as clone() does, or take both inside the graph as "
+            "views of one input"
+        )
+
+
+def _storage(t: Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
+
+
 # ---- Registration
 
 _LIB = torch.library.Library("ropepool", "IMPL")
@@ -425,6 +463,7 @@ def _rope_pool_fused_composite(*args: Any, **kwargs: Any) -> tuple[Tensor, Tenso
     call = Call(*args, **kwargs)
     require_no_grad(call)
     check_contract(call, in_place=False)
+    _refuse_two_bases(call)
     q_rot, k_rot = torch.ops.ropepool._rope_pool_fused(*args, **kwargs)
     return q_rot, k_rot, call.k_pool, call.v_pool
 
@@ -433,6 +472,7 @@ def _rope_pool_fused_inplace_composite(*args: Any, **kwargs: Any) -> None:
     call = Call(*args, **kwargs)
     require_no_grad(call)
     check_contract(call, in_place=True)
+    _refuse_two_bases(call)
     q_rot, k_rot = torch.ops.ropepool._rope_pool_fused(*args, **kwargs)
     call.q.copy_(q_rot)
     call.k.copy_(k_rot)
