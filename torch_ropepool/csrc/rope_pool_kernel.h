@@ -236,29 +236,47 @@ ROPE_POOL_FN i64 value_of(Index index, u32 is_int64) {
   return is_int64 != 0u ? index.wide : (i64)index.narrow;
 }
 
-// What a pair's angle is made of, on its way from memory.
-struct AngleParts {
-  Index position;
-  Frequency frequency;  // of a table
+// A token's positions: one, or a row of three with mrope.
+struct Positions {
+  Index axis[3];
 };
 
 template <class Bits>
-ROPE_POOL_FN AngleParts load_angle(RopePoolTensors<Bits> t, ROPE_POOL_UNIFORM const GpuParams& p,
-                                   u32 token, i64 pair) {
-  AngleParts parts;
+ROPE_POOL_FN Positions load_positions(RopePoolTensors<Bits> t, ROPE_POOL_UNIFORM const GpuParams& p,
+                                      u32 token) {
   i64 offset = times(token, p.positions_stride);
+  Positions positions;
+  positions.axis[0] = load_index(t.positions, p.positions_are_int64, offset);
   if (p.has_mrope != 0u) {
-    offset += p.positions_axis_stride * mrope_axis(pair, p.mrope_section[0], p.mrope_section[1],
-                                                   p.mrope_section[2], p.mrope_interleaved != 0u);
+    i64 step = p.positions_axis_stride;
+    positions.axis[1] = load_index(t.positions, p.positions_are_int64, offset + step);
+    positions.axis[2] = load_index(t.positions, p.positions_are_int64, offset + 2 * step);
   }
-  parts.position = load_index(t.positions, p.positions_are_int64, offset);
+  return positions;
+}
+
+ROPE_POOL_FN i64 position_of(Positions positions, ROPE_POOL_UNIFORM const GpuParams& p, i64 pair) {
+  i64 first = value_of(positions.axis[0], p.positions_are_int64);
+  if (p.has_mrope == 0u) return first;
+  i64 axis = mrope_axis(pair, p.mrope_section[0], p.mrope_section[1], p.mrope_section[2],
+                        p.mrope_interleaved != 0u);
+  i64 second = value_of(positions.axis[1], p.positions_are_int64);
+  i64 third = value_of(positions.axis[2], p.positions_are_int64);
+  return axis == 0 ? first : (axis == 1 ? second : third);
+}
+
+// Of the table, where there is one.
+template <class Bits>
+ROPE_POOL_FN Frequency load_frequency(RopePoolTensors<Bits> t, ROPE_POOL_UNIFORM const GpuParams& p,
+                                      i64 pair) {
+  Frequency f;
   if (p.inv_freq_itemsize == 0u) {
     ROPE_POOL_DEVICE const u32* table = (ROPE_POOL_DEVICE const u32*)t.frequencies + pair;
-    parts.frequency.high = table[0];
-    parts.frequency.low = table[p.num_pairs];
-    parts.frequency.tail = (i32)table[2 * p.num_pairs];
+    f.high = table[0];
+    f.low = table[p.num_pairs];
+    f.tail = (i32)table[2 * p.num_pairs];
   }
-  return parts;
+  return f;
 }
 
 // Long, and seldom wanted: kept apart from what every call runs through.
@@ -271,13 +289,12 @@ ROPE_POOL_RARE_FN Frequency frequency_at(ROPE_POOL_DEVICE const void* inv_freq, 
 }
 
 template <class Bits>
-ROPE_POOL_THREAD_FN Angle<float> angle_from(AngleParts parts, RopePoolTensors<Bits> t,
+ROPE_POOL_THREAD_FN Angle<float> angle_from(i64 position, Frequency f, RopePoolTensors<Bits> t,
                                             ROPE_POOL_UNIFORM const GpuParams& p, i64 pair) {
   if (p.inv_freq_itemsize != 0u) {
-    parts.frequency = frequency_at(t.frequencies, p.inv_freq_itemsize, pair * p.inv_freq_stride);
+    f = frequency_at(t.frequencies, p.inv_freq_itemsize, pair * p.inv_freq_stride);
   }
-  i64 position = value_of(parts.position, p.positions_are_int64);
-  Angle<float> angle = angle_of(phase_of(position, parts.frequency));
+  Angle<float> angle = angle_of(phase_of(position, f));
   angle.cos *= p.attention_scaling;
   angle.sin *= p.attention_scaling;
   return angle;
@@ -393,8 +410,12 @@ ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
   i64 pairs_left = is_token && !is_v ? p.num_pairs - first_pair : 0;
   u32 num_angles =
       pairs_left < (i64)pairs_per_group ? (u32)(pairs_left < 0 ? 0 : pairs_left) : pairs_per_group;
-  AngleParts parts;
-  if (share < num_angles) parts = load_angle(t, p, at.token, first_pair + share);
+  Positions positions;
+  Frequency frequency;
+  if (share < num_angles) {
+    positions = load_positions(t, p, at.token);
+    frequency = load_frequency(t, p, first_pair + share);
+  }
   LaneFeatures f = lane_features<kVec>(p, at.lane);
   Heads<ROPE_POOL_DEVICE const Bits*> in = heads_at<kVec>(
       (is_v ? t.v : (is_q ? t.q : t.k)) + times(at.token, h.in.token), h.in.head, h.in.feature, f);
@@ -406,10 +427,11 @@ ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
     ROPE_POOL_SHARED float* cos = shared + at.token_in_group * pairs_per_group * 2u;
     ROPE_POOL_SHARED float* sin = cos + pairs_per_group;
     for (u32 i = share; i < num_angles; i += shares) {
-      Angle<float> angle = angle_from(parts, t, p, first_pair + i);
+      i64 pair = first_pair + i;
+      Angle<float> angle = angle_from(position_of(positions, p, pair), frequency, t, p, pair);
       cos[i] = angle.cos;
       sin[i] = angle.sin;
-      if (i + shares < num_angles) parts = load_angle(t, p, at.token, first_pair + i + shares);
+      if (i + shares < num_angles) frequency = load_frequency(t, p, pair + shares);
     }
     ROPE_POOL_BARRIER();
     if (has_work && f.turns) {
