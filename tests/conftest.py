@@ -5,6 +5,14 @@ import torch
 
 import torch_ropepool  # noqa: F401  (registers the ops before any test module looks them up)
 
+collect_ignore = [] if torch.cuda.is_available() else ["test_rope_pool_cuda.py"]
+
+
+def pytest_report_header() -> str:
+    if torch.cuda.is_available():
+        return f"CUDA: {torch.cuda.get_device_name()}"
+    return "CUDA: no device. Its tests are left out; the kernel's body runs on the Metal emulator."
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
