@@ -1,8 +1,6 @@
 """Builds the compiled libraries. Everything else is in pyproject.toml."""
 
 import os
-import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -18,62 +16,15 @@ except ImportError:
         "Install torch >= 2.10 and ninja, then run: pip install --no-build-isolation ."
     )
 
-try:  # part of setuptools since 70.1
-    from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:
-    from wheel.bdist_wheel import bdist_wheel
-
 ROOT = Path(__file__).parent
-VERSION = re.search(r'"(.+)"', (ROOT / "torch_ropepool/_version.py").read_text()).group(1)
-TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: the oldest torch that the library runs on
-WINDOWS = sys.platform == "win32"
+sys.path.insert(0, str(ROOT / "tools"))  # pip's build backend does not have the folder there
 
-MACOS = sys.platform == "darwin"
-CSRC = Path("torch_ropepool/csrc")
-METAL = Path("torch_ropepool/metal")
-GENERATED = Path("build/generated")
+import build_config  # noqa: E402
+from embed_shader import write_header  # noqa: E402
+
+COMPILE_ARGS = build_config.compile_args(sys.platform)
 CUDA_LIBRARY = "torch_ropepool.librope_pool_cuda"
 CUDA_ARCHITECTURES = ("sm_80", "sm_90", "compute_90")  # the last is PTX, for what comes later
-
-# What every library with kernels is made of.
-COMMON_SOURCES = [
-    CSRC / "contract.cpp",
-    CSRC / "frequency_table.cpp",
-    CSRC / "overlap.cpp",
-    CSRC / "rope_pool_plan.cpp",
-    CSRC / "tensor_args.cpp",
-]
-SOURCES = [
-    *COMMON_SOURCES,
-    CSRC / "c_api.cpp",
-    CSRC / "cpu/rope_pool_cpu.cpp",
-    CSRC / "cpu/rope_pool_isa.cpp",
-    CSRC / "library.cpp",
-    CSRC / "refusals.cpp",
-]
-GPU_SOURCES = [CSRC / "gpu_tables.cpp"]
-if MACOS:
-    SOURCES += [*GPU_SOURCES, METAL / "rope_pool_mps.cpp"]
-    runpy.run_path(str(ROOT / "tools/embed_shader.py"))["write_header"](
-        ROOT / GENERATED / "rope_pool_shader.h"
-    )
-
-MACROS = {"TORCH_TARGET_VERSION": TORCH_TARGET_VERSION, "ROPE_POOL_VERSION": f'"{VERSION}"'}
-COMPILE_ARGS = (
-    ["/O2", "/std:c++17", "/fp:precise"]
-    if WINDOWS
-    else [
-        "-O3",
-        "-std=c++17",
-        "-ffp-contract=off",  # every fma is written out: rope_math.h
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fvisibility=hidden",
-        f"-ffile-prefix-map={ROOT.resolve()}/=",  # no path of the build machine in messages
-        "-Wall",
-        "-Wextra",
-    ]
-)
 
 
 def cuda_compiler() -> str | None:
@@ -93,8 +44,10 @@ def cuda_compiler() -> str | None:
 
 def build_cuda_library(nvcc: str, output: Path) -> None:
     """Needs neither a GPU nor a torch with CUDA. Not torch's CUDAExtension, which needs that torch."""
-    sources = [*COMMON_SOURCES, *GPU_SOURCES, CSRC / "cuda/rope_pool_cuda.cu"]
-    newest = max(path.stat().st_mtime for path in [Path(__file__), *CSRC.rglob("*.*")])
+    csrc = build_config.CSRC
+    sources = [*build_config.COMMON_SOURCES, *build_config.GPU_SOURCES, csrc / "cuda/rope_pool_cuda.cu"]
+    build_files = [Path(__file__), Path(build_config.__file__)]
+    newest = max(path.stat().st_mtime for path in [*build_files, *csrc.rglob("*.*")])
     if output.exists() and output.stat().st_mtime > newest:
         return
     host_flags = [flag for flag in COMPILE_ARGS if flag.startswith("-f")]
@@ -103,7 +56,7 @@ def build_cuda_library(nvcc: str, output: Path) -> None:
     for architecture in CUDA_ARCHITECTURES:
         number = architecture.split("_")[1]
         command += ["-gencode", f"arch=compute_{number},code={architecture}"]
-    command += [f"-D{name}={value}" for name, value in MACROS.items()] + ["-DUSE_CUDA"]
+    command += [f"-D{name}={value}" for name, value in build_config.MACROS.items()] + ["-DUSE_CUDA"]
     command += [f"-I{path}" for path in include_paths()] + [str(path) for path in sources]
     # By way of libtorch.so what only a torch with CUDA has is found as well.
     command += [f"-L{path}" for path in library_paths()] + ["-Xlinker", "--no-as-needed"]
@@ -114,11 +67,8 @@ def build_cuda_library(nvcc: str, output: Path) -> None:
 
 
 class BuildLibrary(BuildExtension):
-    """A plain shared library beside the package, no Python module."""
-
     def get_ext_filename(self, ext_name: str) -> str:
-        suffix = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
-        return str(Path(*ext_name.split("."))) + suffix
+        return build_config.library_filename(ext_name, sys.platform)
 
     def get_export_symbols(self, ext):
         return []  # no PyInit function
@@ -130,23 +80,19 @@ class BuildLibrary(BuildExtension):
             build_cuda_library(nvcc, Path(self.get_ext_fullpath(CUDA_LIBRARY)))
 
 
-class PlatformWheel(bdist_wheel):
-    """The library holds no Python: one wheel per platform serves every Python 3."""
-
-    def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
-
+if sys.platform == "darwin":
+    write_header(ROOT / build_config.SHADER_HEADER)
 
 setup(
     ext_modules=[
         CppExtension(
-            "torch_ropepool.librope_pool",
-            [str(source) for source in SOURCES],
+            build_config.LIBRARY,
+            [str(source) for source in build_config.sources(sys.platform)],
             py_limited_api=True,  # link no Python
-            define_macros=list(MACROS.items()),
-            include_dirs=[str(ROOT / GENERATED)],
+            define_macros=list(build_config.MACROS.items()),
+            include_dirs=[str(ROOT / build_config.SHADER_HEADER.parent)],
             extra_compile_args=COMPILE_ARGS,
         )
     ],
-    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": build_config.PlatformWheel},
 )

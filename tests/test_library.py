@@ -16,6 +16,7 @@ from expecttest import assert_expected_inline
 from sample import make_sample
 
 import torch_ropepool
+from torch_ropepool._library import cuda_library_path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(torch_ropepool.__file__).parent
@@ -163,7 +164,7 @@ def source_copy(tmp_path: Path) -> Path:
 
 
 def test_wheel(tmp_path):
-    """One wheel per platform for every Python 3, with the library and all Python files in it."""
+    """One wheel per platform for every Python 3, with the library and all Python files in it, no more."""
     copy = source_copy(tmp_path)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja
     subprocess.run(
@@ -178,9 +179,12 @@ def test_wheel(tmp_path):
         rf"torch_ropepool-{re.escape(torch_ropepool.__version__)}-py3-none-(linux|macosx|win)\w+\.whl",
         wheel.name,
     )
-    names = set(zipfile.ZipFile(wheel).namelist())
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "torch_ropepool").rglob("*.py")}
-    assert modules | {f"torch_ropepool/{torch_ropepool.library_path().name}"} <= names
+    library, cuda_library = (
+        f"torch_ropepool/{path().name}" for path in (torch_ropepool.library_path, cuda_library_path)
+    )
+    assert names - {cuda_library} == modules | {library}
 
 
 def test_build_without_torch_says_what_to_do(tmp_path):
