@@ -5,9 +5,10 @@ BIN := .venv/bin
 # The release that development is pinned to. An open range may bring gigabytes of CUDA.
 TORCH := torch==2.13.0
 
+BUILD_FILES := pyproject.toml setup.py tools/build_config.py tools/embed_shader.py
 CXX_SOURCES := $(shell find torch_ropepool examples tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal')
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format wheel-macos clean
 
 demo: .venv/weights
 	$(BIN)/python examples/generate.py
@@ -26,6 +27,10 @@ format: .venv/built
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
+# The macOS arm64 wheel, on Linux: cross-compiled, and checked. Downloads three of torch's macOS wheels.
+wheel-macos: .venv/built
+	$(BIN)/python -W ignore tools/wheel_macos.py
+
 clean:
 	rm -rf .venv build dist torch_ropepool.egg-info torch_ropepool/librope_pool.*
 
@@ -37,7 +42,7 @@ clean:
 	@touch $@
 
 # The package in place, its library rebuilt when a source changes, with all that make's targets use.
-.venv/built: .venv/made pyproject.toml setup.py $(CXX_SOURCES)
+.venv/built: .venv/made $(BUILD_FILES) $(CXX_SOURCES)
 	$(BIN)/pip install -q --no-build-isolation -e '.[test,lint,demo]'
 	@touch $@
 
