@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -47,6 +49,9 @@ __all__ = [
     "run_kernel",
     "shim",
 ]
+
+if sys.platform != "linux":
+    pytest.skip("the Metal emulator is made for Linux", allow_module_level=True)
 
 
 # ---- What a recording tells
