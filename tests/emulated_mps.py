@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import runpy
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import build_config
 import metal_emulator
 import torch
+from embed_shader import write_header
 
 from torch_ropepool import selftest
 
-ROOT = Path(__file__).parent.parent
-CSRC = ROOT / "torch_ropepool/csrc"
-GENERATED = ROOT / "build/generated"
-COMMON = ("contract", "frequency_table", "overlap", "rope_pool_plan", "tensor_args", "gpu_tables")
+ROOT = build_config.ROOT
+SHADER = ROOT / build_config.SHADER_HEADER
 
 
 def build(*, set_arg_bytes: bool = False) -> Path:
     """The library that a Mac's build has, without the CPU's part. set_arg_bytes: as with torch 2.14."""
-    shader = GENERATED / "rope_pool_shader.h"
-    runpy.run_path(str(ROOT / "tools/embed_shader.py"))["write_header"](shader)
+    write_header(SHADER)
+    sources = [
+        *build_config.COMMON_SOURCES,
+        *build_config.GPU_SOURCES,
+        build_config.METAL / "rope_pool_mps.cpp",
+    ]
+    target = build_config.TORCH_TARGET_VERSION
     return metal_emulator.build_host_library(
-        [*(CSRC / f"{name}.cpp" for name in COMMON), ROOT / "torch_ropepool/metal/rope_pool_mps.cpp"],
+        [ROOT / source for source in sources],
         name="rope_pool_mps_2_14" if set_arg_bytes else "rope_pool_mps",
-        flags=[f"-I{GENERATED}", "-ffp-contract=off", "-DTORCH_TARGET_VERSION=0x020a000000000000"],
-        depends=[shader],
+        flags=[f"-I{SHADER.parent}", "-ffp-contract=off", f"-DTORCH_TARGET_VERSION={target}"],
+        depends=[SHADER],
         set_arg_bytes=set_arg_bytes,
     )
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import emulated_mps
 import metal_emulator
@@ -254,7 +253,8 @@ def test_no_tokens_no_dispatch():
 
 
 def run_python(code: str, **environment: str) -> str:
-    path = os.pathsep.join([str(emulated_mps.ROOT), str(Path(__file__).parent)])
+    root = emulated_mps.ROOT
+    path = os.pathsep.join(str(folder) for folder in (root, root / "tests", root / "tools"))
     result = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path, **environment},
