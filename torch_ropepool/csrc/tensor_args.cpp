@@ -215,7 +215,8 @@ std::string dtype_name(const TensorView& tensor) {
       "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "float8_e5m2",
       "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16", "uint32", "uint64",
       "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7", "int1", "int2", "int3",
-      "int4", "int5", "int6", "int7", "float8_e8m0fnu", "float4_e2m1fn_x2"};
+      "int4", "int5", "int6", "int7", "float8_e8m0fnu", "float4_e2m1fn_x2",
+      "bcomplex32"};
   // clang-format on
   constexpr std::int32_t kCount = sizeof kNames / sizeof kNames[0];
   const std::int32_t number = tensor.scalar_type;
