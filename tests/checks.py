@@ -9,9 +9,11 @@ import torch
 from sample import Sample, bits, spacing
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.torch_version import TorchVersion
 
 from torch_ropepool import reference
 
+TORCH = TorchVersion(torch.__version__)  # compares as versions do
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 ANGLE_KWARGS = ("rope_base", "inv_freq", "attention_scaling", "mrope_section", "mrope_interleaved")
 

@@ -316,7 +316,7 @@ def test_pools_that_share_a_storage_at_export(tmp_path, given_as):
     """
     shared = zeros(LAYERS, 2)[1].unbind()
     buffers, arguments = (shared, ()) if given_as == "buffers" else ((), shared)
-    with pytest.raises(ValueError, match="are two inputs of the graph, of which AOTInductor would copy one"):
+    with pytest.raises(ValueError, match="are two inputs of the graph, of which Inductor would copy one"):
         package_of(Pools(*buffers), arguments, tmp_path / "copies.pt2", package_cpp_only=True)
     own = tuple(pool.clone() for pool in shared)
     buffers, arguments = (own, ()) if given_as == "buffers" else ((), own)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.auto_functionalize import get_base
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.torch_version import TorchVersion
 
 from ._library import LIBRARY
 
@@ -406,12 +407,16 @@ def _pin_symbolic_offset(name: str, pool: Tensor) -> None:
         )
 
 
+COPIES_SHARED_INPUTS = TorchVersion(torch.__version__) < "2.13"
+
+
 def _refuse_two_bases(c: Call) -> None:
     """Refuses pools that share a storage and that torch would functionalize apart.
 
     It copies the base of each tensor that is written, and copies them back one after the other: of two
-    bases with the same memory, the first one's rows are lost. Two graph inputs are two bases as well; only
-    AOTInductor goes wrong with them, as it copies the second from memory that need not be there at run time.
+    bases with the same memory, the first one's rows are lost. Two graph inputs are two bases as well; with
+    them only AOTInductor goes wrong, and before torch 2.13 all of Inductor: it copies the second from
+    memory that need not be there at run time.
     """
     pools = [pool for pool in (c.k_pool, c.v_pool) if isinstance(pool, FunctionalTensor)]
     if len(pools) < 2:
@@ -425,12 +430,12 @@ def _refuse_two_bases(c: Call) -> None:
             "lose one's rows: take both as views of the same tensor, with no detach() in between"
         )
     inductor = sys.modules.get("torch._inductor.virtualized")
-    if inductor is None or not inductor.V.aot_compilation:
+    if not COPIES_SHARED_INPUTS and (inductor is None or not inductor.V.aot_compilation):
         return
     inputs = [torch._from_functional_tensor(pool.elem) for pool in pools]
     if _storage(inputs[0]) == _storage(inputs[1]):
         raise ValueError(
-            "k_pool and v_pool share a storage and are two inputs of the graph, of which AOTInductor would "
+            "k_pool and v_pool share a storage and are two inputs of the graph, of which Inductor would "
             "copy one: give each a storage of its own, as clone() does, or take both inside the graph as "
             "views of one input"
         )
