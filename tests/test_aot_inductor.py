@@ -20,10 +20,12 @@ from checks import assert_same_bits, largest_allocation
 from sample import OPS
 from torch import Tensor
 from torch._inductor.utils import fresh_inductor_cache
+from torch.utils.cpp_extension import include_paths, library_paths
 
 import torch_ropepool
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "aot_inductor"
+PACKAGE = Path(torch_ropepool.__file__).parent
 MACOS = sys.platform == "darwin"
 TOOLS_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # cmake, ninja
 
@@ -57,23 +59,41 @@ class Example(NamedTuple):
     program: Path
 
 
+def build_commands(program: Path) -> list[list[object]]:
+    if torch.version.cuda:
+        return [compiler_command(program)]
+    cmake = shutil.which("cmake", path=TOOLS_PATH)
+    assert cmake, "the tests need cmake: pip install cmake"
+    configure = [
+        *(cmake, "-G", "Ninja", "-S", EXAMPLE, "-B", program.parent),
+        f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
+        f"-DROPEPOOL_LIBRARY={torch_ropepool.library_path()}",
+    ]
+    return [configure, [cmake, "--build", program.parent]]
+
+
+def compiler_command(program: Path) -> list[object]:
+    """Without CMake, where find_package(Torch) of a CUDA build wants the CUDA toolkit."""
+    program.parent.mkdir()
+    return [
+        *(os.environ.get("CXX", "c++"), "-std=c++20", EXAMPLE / "main.cpp", "-o", program),
+        f'-DROPEPOOL_LIBRARY="{torch_ropepool.library_path()}"',
+        *(f"-I{path}" for path in include_paths()),
+        *(f"{flag}{path}" for path in library_paths() for flag in ("-L", "-Wl,-rpath,")),
+        *("-ltorch", "-ltorch_cpu", "-lc10", "-ldl"),
+    ]
+
+
 @pytest.fixture(scope="module")
 def example(tmp_path_factory) -> Example:
     """What the commands in export.py make. The two take long, so they run side by side."""
     folder = tmp_path_factory.mktemp("example")
     made = Example(folder / "attention.pt2", folder / "steps.pt", folder / "build" / "attention")
-    environment = {**os.environ, "PATH": TOOLS_PATH, "PYTHONPATH": str(EXAMPLE.parent.parent)}
-    cmake = shutil.which("cmake", path=TOOLS_PATH)
-    assert cmake, "the tests need cmake: pip install cmake"
+    environment = {**os.environ, "PATH": TOOLS_PATH, "PYTHONPATH": str(PACKAGE.parent)}
     with subprocess.Popen(
         [sys.executable, EXAMPLE / "export.py", made.package, made.steps], env=environment
     ) as exporting:
-        configure = [
-            *(cmake, "-G", "Ninja", "-S", EXAMPLE, "-B", folder / "build"),
-            f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
-            f"-DROPEPOOL_LIBRARY={torch_ropepool.library_path()}",
-        ]
-        for command in (configure, [cmake, "--build", folder / "build"]):
+        for command in build_commands(made.program):
             result = subprocess.run(command, env=environment, capture_output=True, text=True)
             assert result.returncode == 0, result.stdout + result.stderr
     assert exporting.returncode == 0
