@@ -4,17 +4,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 # The release that development is pinned to. An open range may bring gigabytes of CUDA.
 TORCH := torch==2.13.0
+TORCH_VERSIONS ?= 2.10 2.11 2.12 2.13 2.14
 
 BUILD_FILES := pyproject.toml setup.py tools/build_config.py tools/embed_shader.py
 CXX_SOURCES := $(shell find torch_ropepool examples tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal')
 
-.PHONY: demo test lint format wheel-macos clean
+.PHONY: demo test torch-versions lint format wheel-macos clean
 
 demo: .venv/weights
 	$(BIN)/python examples/generate.py
 
 test: .venv/weights
 	$(BIN)/python -m pytest
+
+# One wheel on each of these, in an environment that is deleted after its run: up to 7 GB.
+torch-versions: .venv/built
+	$(BIN)/python tools/torch_versions.py $(TORCH_VERSIONS) $(if $(TORCH_TESTS),--tests $(TORCH_TESTS))
 
 lint: .venv/built
 	$(BIN)/ruff check .
@@ -32,7 +37,7 @@ wheel-macos: .venv/built
 	$(BIN)/python -W ignore tools/wheel_macos.py
 
 clean:
-	rm -rf .venv build dist torch_ropepool.egg-info torch_ropepool/librope_pool.*
+	rm -rf .venv .venv-torch build dist torch_ropepool.egg-info torch_ropepool/librope_pool*.*
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "make needs Python 3.11 or newer; name one: make PYTHON=python3.12")'

@@ -3,7 +3,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import torch_ropepool  # noqa: F401  (registers the ops before any test module looks them up)
+import torch_ropepool  # registers the ops before any test module looks them up
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_is_tested(record_testsuite_property) -> None:
+    """For tools/torch_versions.py, into the XML report."""
+    record_testsuite_property("torch", torch.__version__)
+    record_testsuite_property("torch_ropepool", torch_ropepool.__file__)
+
 
 collect_ignore = [] if torch.cuda.is_available() else ["test_rope_pool_cuda.py"]
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch._inductor.codecache  # which aoti_load_package of torch 2.10 uses without importing it
 from checks import assert_same_bits, largest_allocation
 from sample import OPS
 from torch import Tensor

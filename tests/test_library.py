@@ -158,7 +158,7 @@ def source_copy(tmp_path: Path) -> Path:
     shutil.copytree(
         ROOT,
         copy,
-        ignore=shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.so", "*.dylib", "*.egg-info"),
+        ignore=shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.so", "*.dylib", "*.egg-info"),
     )
     return copy
 
