@@ -36,10 +36,11 @@ def test_tokens_with_one_slot_spoil_no_other_row():
         got = results(case, "rope_pool_fused", "cuda")
         rows = {"k_pool": got["k_rot"], "v_pool": case.args["v"]}
         for name, row in rows.items():
-            for slot in range(40):
+            before = case.args[name]
+            for slot, stored in enumerate(got[name].view(before.shape)):
                 tokens = (slots == slot).nonzero().flatten()
-                candidates = row[tokens] if len(tokens) else case.args[name][slot][None]
-                assert (got[name][slot] == candidates).any(dim=0).all()
+                candidates = row[tokens] if len(tokens) else before[slot][None]
+                assert (stored == candidates).any(dim=0).all()
 
 
 def test_pools_and_strides_beyond_2_to_31_elements():
@@ -184,7 +185,20 @@ def test_export():
         assert_as_eager(exported().module())
 
 
+PACKAGE = """
+import sys, torch
+module, inputs = torch.nn.SiLU(), (torch.randn(3, 4, device="cuda"),)
+with torch.no_grad():
+    program = torch.export.export(module, inputs)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1])
+    torch._inductor.aoti_load_package(path)(*inputs)
+"""
+
+
 def test_aot_inductor(tmp_path):
+    command = [sys.executable, "-c", PACKAGE, str(tmp_path / "silu.pt2")]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("this torch cannot load an AOTInductor package of torch.nn.SiLU either")
     with torch.no_grad():
         path = torch._inductor.aoti_compile_and_package(exported(), package_path=str(tmp_path / "step.pt2"))
         assert_as_eager(torch._inductor.aoti_load_package(path))
