@@ -15,7 +15,7 @@ demo: .venv/weights
 	$(BIN)/python examples/generate.py
 
 test: .venv/weights
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 # One wheel on each of these, in an environment that is deleted after its run: up to 7 GB.
 torch-versions: .venv/built

@@ -43,14 +43,14 @@ def test_tokens_with_one_slot_spoil_no_other_row():
                 assert (stored == candidates).any(dim=0).all()
 
 
-def test_pools_and_strides_beyond_2_to_31_elements():
-    row, rows = 128, 2**24 + 8
-    slots = torch.tensor([rows - 1, 2**24, 2**24 - 1, 0, 5])
+def test_pools_and_strides_beyond_2_to_32_elements():
+    row, rows = 128, 2**25 + 8
+    slots = torch.tensor([rows - 1, 2**25, 2**25 - 1, 0, 5])
     args = on_gpu(num_kv_heads=1, head_dim=row, slots=slots)
     pools = {
         name: torch.ones(rows, 1, row, dtype=torch.bfloat16, device="cuda") for name in ("k_pool", "v_pool")
     }
-    q = torch.zeros(5, 2**29, dtype=torch.bfloat16, device="cuda")[:, : 4 * row].view(5, 4, row)
+    q = torch.zeros(5, 2**30, dtype=torch.bfloat16, device="cuda")[:, : 4 * row].view(5, 4, row)
     q_rot, k_rot = torch.ops.ropepool._rope_pool_fused(**{**args, **pools, "q": q.copy_(args["q"])})
     small = make_case("", num_kv_heads=1, head_dim=row)
     want = results(small, "_rope_pool_fused", "cpu")

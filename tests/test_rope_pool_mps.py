@@ -249,6 +249,21 @@ def test_no_tokens_no_dispatch():
     assert (run.command_blocks, run.dispatches) == (0, [])
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "k_pool", "v_pool"])
+def test_strides_that_reach_beyond_2_to_32_elements(name):
+    """Where the product of two 32-bit numbers would wrap around. The memory is only reserved."""
+    call = make_sample(3, 2, 2, 4, 3, dtype=torch.bfloat16)
+    want = selftest.results(selftest.Case("", "", arguments(call)), "_rope_pool_fused", "cpu")
+    t = getattr(call, name)
+    view = torch.empty(2**32 + 64, dtype=torch.bfloat16).as_strided(t.shape, (2**31, 4, 1)).copy_(t)
+    args = {**arguments(call), name: view}
+    q_rot, k_rot = emulated_mps.call("_rope_pool_fused", args)
+    assert selftest.same_bits(q_rot, want["q_rot"])
+    assert selftest.same_bits(k_rot, want["k_rot"])
+    for pool in ("k_pool", "v_pool"):
+        assert selftest.same_bits(args[pool].flatten(), want[pool])
+
+
 # ---- In a process of its own: what is decided once
 
 
@@ -294,6 +309,11 @@ print(run.allocations)
 def test_fast_math_changes_no_bit():
     """PYTORCH_MPS_FAST_MATH=1 compiles shaders with fast math; the shader's pragmas take it back."""
     run_python(SELFTEST.format(setup="metal_emulator.compile_options(fast_math=True).__enter__()"))
+
+
+def test_as_macos_14_compiles_it():
+    """MSL 3.1, without the pragmas; torch asks for safe math, and there is no product to contract."""
+    run_python(SELFTEST.format(setup="metal_emulator.compile_options(metal_version=310).__enter__()"))
 
 
 def test_a_gpu_that_flushes_subnormals():

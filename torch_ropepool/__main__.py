@@ -48,17 +48,22 @@ def environment() -> dict[str, str]:
 
 def report_on(device: str, with_timing: bool) -> dict[str, Any]:
     rows = selftest.check_device(device)
-    return {
+    report: dict[str, Any] = {
         "device": device,
         "checks": [
             {"kind": r.kind, "count": r.count, "failures": r.failures, "may fail": r.is_allowed_to_fail}
             for r in rows
         ],
-        "timings": [
-            {"num_tokens": n, "seconds": ours, "seconds of eager torch": theirs}
-            for n, ours, theirs in (selftest.timings(device) if with_timing else [])
-        ],
+        "timings": [],
     }
+    try:
+        for num_tokens, ours, eager in selftest.timings(device) if with_timing else []:
+            report["timings"].append(
+                {"num_tokens": num_tokens, "seconds": ours, "seconds of eager torch": eager}
+            )
+    except Exception as error:  # the checks are worth more
+        report["no timings"] = f"{type(error).__name__}: {error}"
+    return report
 
 
 def is_good(report: dict[str, Any]) -> bool:
@@ -73,6 +78,8 @@ def print_report(report: dict[str, Any]) -> None:
         print(f"  {check['kind']:<44} {check['count']:>5} calls   {verdict}")
         for failure in check["failures"][:FAILURES_SHOWN]:
             print(f"      {failure}")
+    if "no timings" in report:
+        print(f"  no timings: {report['no timings']}")
     for row in report["timings"]:
         ours, eager = 1e6 * row["seconds"], 1e6 * row["seconds of eager torch"]
         print(

@@ -144,7 +144,7 @@ def runtime() -> ctypes.CDLL:
 
 @contextmanager
 def compile_options(
-    *, metal_version: int = 310, fast_math: bool = False, lazy: bool = False
+    *, metal_version: int = 320, fast_math: bool = False, lazy: bool = False
 ) -> Iterator[None]:
     """For the shader libraries made meanwhile.
 

@@ -74,7 +74,7 @@ def into_place(made: Path, at: Path) -> Path:
 
 
 class Compiler:
-    def __init__(self, metal_version: int = 310, fast_math: bool = False):
+    def __init__(self, metal_version: int = 320, fast_math: bool = False):
         self.metal_version = metal_version
         self.fast_math = fast_math
 

@@ -285,7 +285,7 @@ ROPE_POOL_RARE_FN Frequency frequency_at(ROPE_POOL_DEVICE const void* inv_freq, 
 #if !defined(__METAL_VERSION__)
   if (itemsize == 8u) return frequency_of(((const double*)inv_freq)[offset]);
 #endif
-  return frequency_of(((ROPE_POOL_DEVICE const float*)inv_freq)[offset]);
+  return frequency_of(float_of(((ROPE_POOL_DEVICE const u32*)inv_freq)[offset]));
 }
 
 template <class Bits>

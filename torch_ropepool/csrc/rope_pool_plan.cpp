@@ -110,7 +110,7 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
   p.pool_size = rope.pool_size;
   p.page_size = rope.page_size;
   p.interleaved = args.interleaved ? 1 : 0;
-  p.keeps_unturned = q_rot.data == args.q.data ? 1 : 0;
+  p.keeps_unturned = q_rot.handle == args.q.handle ? 1 : 0;
   const IndexArray positions = index_array(args.positions);
   const IndexArray slots = index_array(args.slots);
   p.positions_axis_stride = positions.row_stride;

@@ -183,14 +183,13 @@ void record_write(const OwnedTensor& tensor) {
   if (!aoti_torch_grad_mode_is_enabled()) return;
   // Tensors made in inference mode have no version to raise.
   if (to<bool>(call_unary("aten::is_inference", new_reference(tensor.get())))) return;
-  // An in-place operation on no element of it raises the version, and does nothing else. The view
-  // has as many dimensions as the tensor.
+  // An in-place operation on an empty view raises the version. This one touches the view's sizes
+  // only, never memory. The view has as many dimensions as the tensor.
   const std::int64_t sizes[kMaxDims] = {};
   const std::int64_t strides[kMaxDims] = {};
   AtenTensorHandle nothing = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_as_strided(tensor.get(), sizes, strides, &nothing));
-  const OwnedTensor owned(nothing);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(nothing));
+  take_tensor(call_unary("aten::squeeze_", torch::stable::detail::from(nothing)));
 }
 
 bool is_negative(AtenTensorHandle tensor) {

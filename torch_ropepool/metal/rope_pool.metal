@@ -3,8 +3,11 @@
 #include <metal_stdlib>
 
 // The user's PYTORCH_MPS_FAST_MATH must not change a bit: no reordering, no fma but those written.
+// Older compilers may not know the pragmas.
+#if __METAL_VERSION__ >= 320
 #pragma METAL fp math_mode(safe)
 #pragma METAL fp contract(off)
+#endif
 
 #include "../csrc/rope_pool_kernel.h"
 

@@ -64,8 +64,9 @@ AOTIMetalKernelFunctionHandle kernel_function(DType dtype, bool vectorized) {
   return function;
 }
 
-// Tensors with these bytes, made once: the last ones asked for are kept. A tensor that is dropped
-// while the GPU still reads it is safe: torch's stream, which may write there next, is in order.
+// Tensors with these bytes, made once: the last ones asked for are kept. One that is dropped while
+// the GPU still reads it is safe on one stream, which is in order. (On several, of torch 2.14, that
+// takes more than kMaxEntries others in between.)
 class ConstantTensors {
  public:
   using Shared = std::shared_ptr<AtenTensorOpaque>;
@@ -187,8 +188,13 @@ struct Mps {
         &plan,
         params.get(),
         set_arg_bytes};
-    const AOTITorchError status = aoti_torch_mps_run_command_block(
-        kernel_function(args.q.dtype, plan.vectorized), &Dispatch::encode, &dispatch);
+    // torch's kernel object holds the encoder between the steps, for whichever thread began last.
+    static std::mutex encoding;
+    const AOTIMetalKernelFunctionHandle function = kernel_function(args.q.dtype, plan.vectorized);
+    const AOTITorchError status = [&] {
+      const std::lock_guard<std::mutex> lock(encoding);
+      return aoti_torch_mps_run_command_block(function, &Dispatch::encode, &dispatch);
+    }();
     if (dispatch.failed != nullptr) fail(dispatch.failed);
     check(status, "the command block");
   }
