@@ -382,3 +382,28 @@ for thread in threads: thread.join()
 print(wrong)
 """
     assert run_python(code) == str([None] * 8)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_the_schema_and_the_fake_kernel_promise(op):
+    """Only what the schema marks is written; the outputs look as the fake kernel says and alias nothing."""
+    schema = getattr(torch.ops.ropepool, op).default._schema
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    for case in selftest.cases():
+        if case.kind not in ("dtypes", "token counts", "variants of RoPE"):
+            continue
+        args = selftest.place(case, "cpu").args
+        before = {name: t.clone() for name, t in args.items() if isinstance(t, torch.Tensor)}
+        versions = {name: t._version for name, t in args.items() if isinstance(t, torch.Tensor)}
+        returned = emulated_mps.call(op, args) or ()
+        for name, t in before.items():
+            assert name in written or selftest.same_bits(args[name], t), name
+            assert (args[name]._version > versions[name]) == (name in written), name
+        on_meta = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in case.args.items()}
+        fake = selftest.call_op(op, on_meta) or ()
+        storages = {t.untyped_storage()._cdata for t in before.values()}
+        for got, want in zip(returned, fake, strict=True):
+            assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        for got in returned[:2]:
+            assert got.is_contiguous()
+            assert got.untyped_storage()._cdata not in storages

@@ -3,7 +3,7 @@
 // A token's work is split into heads and lanes. A lane is 2 kVec features, at the same place of
 // every head: kVec rotary pairs, or features that do not turn. A threadgroup has some lanes of some
 // heads, all of q, or of k, or of v, of some tokens. It makes each angle once, in the group's
-// memory; a thread has one lane of one token, and every so-manieth of the group's heads.
+// memory; a thread has one lane of one token, and strides over the group's heads.
 #pragma once
 
 #include "rope_pool_params.h"
@@ -90,7 +90,7 @@ struct ChunkOf<Bits, 1> {
   typedef Single<Bits> type;
 };
 
-// A lane of one row. Half-split: pair i is the i-th element of either chunk. Interleaved: pairs are
+// A lane of one head. Half-split: pair i is the i-th element of either chunk. Interleaved: pairs are
 // neighbours, the first chunk's before the second's.
 template <class Bits, int kVec>
 struct Lane {
@@ -324,7 +324,7 @@ ROPE_POOL_FN i64 page_of(i64 slot, i64 pool_size, i64 page_size) {
   return is_short ? (i64)((u32)slot / (u32)page_size) : slot / page_size;
 }
 
-// Where a lane's two chunks are in every row, in features.
+// Where a lane's two chunks are in every head, in features.
 struct LaneFeatures {
   i64 first;
   i64 distance;

@@ -15,7 +15,7 @@
 namespace rope_pool {
 namespace {
 
-constexpr int kGroupsPerProcessor = 14;  // at least: leaves a thread 72 registers
+constexpr int kGroupsPerProcessor = 16;  // at least: leaves a thread 64 registers
 
 template <class Bits>
 struct CudaArgs {
