@@ -90,8 +90,8 @@ struct ChunkOf<Bits, 1> {
   typedef Single<Bits> type;
 };
 
-// A lane of one head. Half-split: pair i is the i-th element of either chunk. Interleaved: pairs are
-// neighbours, the first chunk's before the second's.
+// A lane of one head. Half-split: pair i is the i-th element of either chunk. Interleaved: pairs
+// are neighbours, the first chunk's before the second's.
 template <class Bits, int kVec>
 struct Lane {
   typedef typename ChunkOf<Bits, kVec>::type Chunk;
