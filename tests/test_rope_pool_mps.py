@@ -292,13 +292,13 @@ for case in selftest.cases():
 
 
 def test_with_set_arg_bytes_of_torch_2_14():
-    """No tensor is made for the parameters then."""
+    """No tensor is made for the parameters then, not even at a layout's first call."""
     setup = "emulated_mps.load(set_arg_bytes=True); emulated_mps.load = lambda: None"
     code = (
         SELFTEST.format(setup=setup)
         + """
 with metal_emulator.recording() as run:
-    emulated_mps.call_kernel("rope_pool_fused_", selftest.make_case("", rope_base=7.0).args)
+    emulated_mps.call_kernel("rope_pool_fused_", selftest.make_case("", num_qo_heads=5, rope_base=7.0).args)
 print(run.allocations)
 """
     )
