@@ -207,7 +207,7 @@ def test_each_angle_is_made_once_in_a_threadgroup(shape, num_tokens):
         assert (times, groups_of_a_token) == (2, 3)
 
 
-def test_vectorized_where_alignment_and_strides_allow():
+def test_which_kernel_a_layout_gets():
     def kernel(call: sample.Sample) -> str:
         (dispatch,) = record(call).dispatches
         return dispatch.kernel.removeprefix("rope_pool_fused_")
@@ -221,17 +221,44 @@ def test_vectorized_where_alignment_and_strides_allow():
     kernels["heads of 80"] = kernel(make_sample(head_dim=80, dtype=torch.bfloat16))
     kernels["float32, heads of 72"] = kernel(make_sample(head_dim=72))
     kernels["rotary_dim 20"] = kernel(good.with_(rotary_dim=20))
+    kernels["interleaved"] = kernel(good.with_(interleaved=True))
+    for name, buffer, dim in (
+        ("pages", torch.zeros(2, 4, 8, 2, 64), 0),
+        ("pages apart", torch.zeros(4, 2, 8, 2, 64), 1),
+    ):
+        k_pool, v_pool = buffer.to(torch.bfloat16).unbind(dim)
+        kernels[name] = kernel(good.with_(k_pool=k_pool, v_pool=v_pool, page_size=8))
     assert_expected_inline(
         "\n".join(f"{name}: {value}" for name, value in kernels.items()),
         """\
-contiguous: bfloat16_vectorized
-q at offset 1: bfloat16
-q at offset 8: bfloat16_vectorized
-heads of 72: bfloat16
-heads of 80: bfloat16_vectorized
-float32, heads of 72: float32_vectorized
-rotary_dim 20: bfloat16""",
+contiguous: bfloat16_common
+q at offset 1: bfloat16_elements
+q at offset 8: bfloat16_common
+heads of 72: bfloat16_elements
+heads of 80: bfloat16_common
+float32, heads of 72: float32_common
+rotary_dim 20: bfloat16_elements
+interleaved: bfloat16_chunks
+pages: bfloat16_common
+pages apart: bfloat16_chunks""",
     )
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_offsets_of_32_bits_only_where_they_fit(fits, tmp_path):
+    """The common kernel counts chunks of 16 bytes in 32 bits: rows 64 GiB apart, of a sparse file."""
+    call = make_sample(num_tokens=2, num_kv_heads=1, dtype=torch.bfloat16, pool_size=2)
+    row = call.k_pool[0].numel()
+    stride = 8 * 2**32 - row - (8 if fits else 0) + 8
+    size = 2 * (stride + row)
+    memory = torch.from_file(str(tmp_path / "pools"), shared=True, size=size, dtype=torch.bfloat16)
+    pools = [memory.as_strided((2, 1, 64), (stride, 64, 1), at) for at in (0, stride + row)]
+    spread = call.with_(k_pool=pools[0], v_pool=pools[1])
+    (dispatch,) = record(spread).dispatches
+    assert dispatch.kernel.endswith("_common") == fits
+    want = call.run("_rope_pool_fused")
+    for pool, rows in ((pools[0], want[1]), (pools[1], call.v)):
+        assert torch.equal(pool[call.slots.long()], rows)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -340,7 +367,7 @@ with metal_emulator.compile_options(lazy={lazy}):
             print(error)
 """
     step = (
-        "compiling the Metal kernel rope_pool_fused_bfloat16_vectorized"
+        "compiling the Metal kernel rope_pool_fused_bfloat16_common"
         if lazy
         else ("making the Metal shader library")
     )

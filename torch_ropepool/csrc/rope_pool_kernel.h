@@ -213,8 +213,19 @@ struct ThreadPosition {
   u32 heads_per_thread;
 };
 
-// 64-bit index arithmetic: an index of 32 bits times a stride.
+// An index of 32 bits times a stride: in 64 bits, or in as many as are known to be enough.
 ROPE_POOL_FN i64 times(u32 index, i64 stride) { return (i64)((u64)index * (u64)stride); }
+ROPE_POOL_FN u32 times(u32 index, u32 stride) { return index * stride; }
+
+// An offset in elements: of 64 bits it is that, of 32 bits it counts chunks.
+template <int kVec>
+ROPE_POOL_FN i64 elements(i64 offset) {
+  return offset;
+}
+template <int kVec>
+ROPE_POOL_FN u64 elements(u32 offset) {
+  return (u64)offset * (u64)kVec;
+}
 
 // An index on its way from memory. Extending it to 64 bits waits for it, so that comes last.
 struct Index {
@@ -255,6 +266,19 @@ ROPE_POOL_FN Positions load_positions(RopePoolTensors<Bits> t, ROPE_POOL_UNIFORM
   return positions;
 }
 
+template <class Bits>
+ROPE_POOL_FN Positions load_positions(RopePoolTensors<Bits> t,
+                                      ROPE_POOL_UNIFORM const CommonParams& p, u32 token) {
+  Positions positions;
+  positions.axis[0] =
+      load_index(t.positions, p.positions_are_int64, (i64)times(token, p.positions_stride));
+  return positions;
+}
+
+ROPE_POOL_FN i64 position_of(Positions positions, ROPE_POOL_UNIFORM const CommonParams& p, u32) {
+  return value_of(positions.axis[0], p.positions_are_int64);
+}
+
 ROPE_POOL_FN i64 position_of(Positions positions, ROPE_POOL_UNIFORM const GpuParams& p, i64 pair) {
   i64 first = value_of(positions.axis[0], p.positions_are_int64);
   if (p.has_mrope == 0u) return first;
@@ -265,17 +289,28 @@ ROPE_POOL_FN i64 position_of(Positions positions, ROPE_POOL_UNIFORM const GpuPar
   return axis == 0 ? first : (axis == 1 ? second : third);
 }
 
-// Of the table, where there is one.
-template <class Bits>
-ROPE_POOL_FN Frequency load_frequency(RopePoolTensors<Bits> t, ROPE_POOL_UNIFORM const GpuParams& p,
-                                      i64 pair) {
+// u32 [3, num_pairs]. Pair is of num_pairs' type.
+template <class Count>
+ROPE_POOL_FN Frequency table_entry(ROPE_POOL_DEVICE const void* frequencies, Count num_pairs,
+                                   Count pair) {
+  ROPE_POOL_DEVICE const u32* table = (ROPE_POOL_DEVICE const u32*)frequencies + pair;
   Frequency f;
-  if (p.inv_freq_itemsize == 0u) {
-    ROPE_POOL_DEVICE const u32* table = (ROPE_POOL_DEVICE const u32*)t.frequencies + pair;
-    f.high = table[0];
-    f.low = table[p.num_pairs];
-    f.tail = (i32)table[2 * p.num_pairs];
-  }
+  f.high = table[0];
+  f.low = table[num_pairs];
+  f.tail = (i32)table[2 * num_pairs];
+  return f;
+}
+
+ROPE_POOL_FN Frequency load_frequency(ROPE_POOL_DEVICE const void* frequencies,
+                                      ROPE_POOL_UNIFORM const CommonParams& p, u32 pair) {
+  return table_entry(frequencies, p.num_pairs, pair);
+}
+
+// Of the table, where there is one.
+ROPE_POOL_FN Frequency load_frequency(ROPE_POOL_DEVICE const void* frequencies,
+                                      ROPE_POOL_UNIFORM const GpuParams& p, i64 pair) {
+  Frequency f;
+  if (p.inv_freq_itemsize == 0u) f = table_entry(frequencies, p.num_pairs, pair);
   return f;
 }
 
@@ -288,16 +323,25 @@ ROPE_POOL_RARE_FN Frequency frequency_at(ROPE_POOL_DEVICE const void* inv_freq, 
   return frequency_of(float_of(((ROPE_POOL_DEVICE const u32*)inv_freq)[offset]));
 }
 
-template <class Bits>
-ROPE_POOL_THREAD_FN Angle<float> angle_from(i64 position, Frequency f, RopePoolTensors<Bits> t,
+ROPE_POOL_FN Angle<float> scaled_angle(i64 position, Frequency f, float scaling) {
+  Angle<float> angle = angle_of(phase_of(position, f));
+  angle.cos *= scaling;
+  angle.sin *= scaling;
+  return angle;
+}
+
+ROPE_POOL_FN Angle<float> angle_from(i64 position, Frequency f, ROPE_POOL_DEVICE const void*,
+                                     ROPE_POOL_UNIFORM const CommonParams& p, u32) {
+  return scaled_angle(position, f, p.attention_scaling);
+}
+
+ROPE_POOL_THREAD_FN Angle<float> angle_from(i64 position, Frequency f,
+                                            ROPE_POOL_DEVICE const void* frequencies,
                                             ROPE_POOL_UNIFORM const GpuParams& p, i64 pair) {
   if (p.inv_freq_itemsize != 0u) {
-    f = frequency_at(t.frequencies, p.inv_freq_itemsize, pair * p.inv_freq_stride);
+    f = frequency_at(frequencies, p.inv_freq_itemsize, pair * p.inv_freq_stride);
   }
-  Angle<float> angle = angle_of(phase_of(position, f));
-  angle.cos *= p.attention_scaling;
-  angle.sin *= p.attention_scaling;
-  return angle;
+  return scaled_angle(position, f, p.attention_scaling);
 }
 
 // kCount neighbours in a threadgroup's memory.
@@ -324,17 +368,19 @@ ROPE_POOL_FN i64 page_of(i64 slot, i64 pool_size, i64 page_size) {
   return is_short ? (i64)((u32)slot / (u32)page_size) : slot / page_size;
 }
 
-// Where a lane's two chunks are in every head, in features.
+// Where a lane's two chunks are in every head.
+template <class Offset>
 struct LaneFeatures {
-  i64 first;
-  i64 distance;
+  Offset first;
+  Offset distance;
   bool turns;
 };
 
+// In features.
 template <int kVec>
-ROPE_POOL_FN LaneFeatures lane_features(ROPE_POOL_UNIFORM const GpuParams& p, u32 lane) {
-  i64 first_pair = times(lane, kVec);
-  LaneFeatures f;
+ROPE_POOL_FN LaneFeatures<i64> lane_features(ROPE_POOL_UNIFORM const GpuParams& p, u32 lane) {
+  i64 first_pair = times(lane, (i64)kVec);
+  LaneFeatures<i64> f;
   f.turns = first_pair < p.num_pairs;
   bool apart = f.turns && p.interleaved == 0u;
   f.first = apart ? first_pair : 2 * first_pair;
@@ -343,58 +389,143 @@ ROPE_POOL_FN LaneFeatures lane_features(ROPE_POOL_UNIFORM const GpuParams& p, u3
   return f;
 }
 
+// In chunks.
+template <int kVec>
+ROPE_POOL_FN LaneFeatures<u32> lane_features(ROPE_POOL_UNIFORM const CommonParams& p, u32 lane) {
+  u32 turning = p.num_pairs / (u32)kVec;
+  LaneFeatures<u32> f;
+  f.turns = lane < turning;
+  f.first = f.turns ? lane : 2u * lane;
+  f.distance = f.turns ? turning : 1u;
+  return f;
+}
+
 // A lane of one token's heads in a tensor.
-template <class Pointer>
+template <class Pointer, class Offset>
 struct Heads {
-  Pointer first;  // null: there is none
-  i64 head_stride;
-  i64 distance;  // between the lane's chunks
+  Pointer tensor;  // null: there is none
+  Offset first;
+  Offset head_stride;
+  Offset distance;  // between the lane's chunks
 };
 
 template <int kVec, class Pointer>
-ROPE_POOL_FN Heads<Pointer> heads_at(Pointer token, i64 head_stride, i64 feature_stride,
-                                     LaneFeatures f) {
+ROPE_POOL_FN Heads<Pointer, i64> heads_at(Pointer tensor, i64 token, i64 head_stride,
+                                          i64 feature_stride, LaneFeatures<i64> f) {
   i64 stride = kVec > 1 ? 1 : feature_stride;
-  Heads<Pointer> heads;
+  Heads<Pointer, i64> heads;
+  heads.tensor = tensor;
   heads.first = token + f.first * stride;
   heads.head_stride = head_stride;
   heads.distance = f.distance * stride;
   return heads;
 }
 
-template <class Bits, int kVec>
-ROPE_POOL_FN Lane<Bits, kVec> load_lane(Heads<ROPE_POOL_DEVICE const Bits*> heads, u32 head) {
+template <int kVec, class Pointer>
+ROPE_POOL_FN Heads<Pointer, u32> heads_at(Pointer tensor, u32 token, u32 head_stride,
+                                          LaneFeatures<u32> f) {
+  Heads<Pointer, u32> heads;
+  heads.tensor = tensor;
+  heads.first = token + f.first;
+  heads.head_stride = head_stride;
+  heads.distance = f.distance;
+  return heads;
+}
+
+// A token's heads of q, k or v; of q_rot or k_rot; and of a pool's row.
+
+template <int kVec, class Pointer>
+ROPE_POOL_FN Heads<Pointer, i64> heads_in(Pointer tensor, ROPE_POOL_UNIFORM const GpuHeads& h,
+                                          u32 token, LaneFeatures<i64> f) {
+  return heads_at<kVec>(tensor, times(token, h.in.token), h.in.head, h.in.feature, f);
+}
+template <int kVec, class Pointer>
+ROPE_POOL_FN Heads<Pointer, u32> heads_in(Pointer tensor, ROPE_POOL_UNIFORM const CommonHeads& h,
+                                          u32 token, LaneFeatures<u32> f) {
+  return heads_at<kVec>(tensor, times(token, h.in_token), h.in_head, f);
+}
+
+template <int kVec, class Pointer>
+ROPE_POOL_FN Heads<Pointer, i64> heads_out(Pointer tensor, ROPE_POOL_UNIFORM const GpuHeads& h,
+                                           u32 token, LaneFeatures<i64> f) {
+  return heads_at<kVec>(tensor, times(token, h.out.token), h.out.head, h.out.feature, f);
+}
+template <int kVec, class Pointer>
+ROPE_POOL_FN Heads<Pointer, u32> heads_out(Pointer tensor, ROPE_POOL_UNIFORM const CommonHeads& h,
+                                           u32 token, LaneFeatures<u32> f) {
+  return heads_at<kVec>(tensor, times(token, h.out_token), h.out_head, f);
+}
+
+template <int kVec, class Pointer>
+ROPE_POOL_FN Heads<Pointer, i64> heads_of_row(Pointer pool, ROPE_POOL_UNIFORM const GpuParams& p,
+                                              ROPE_POOL_UNIFORM const GpuHeads& h, i64 row,
+                                              LaneFeatures<i64> f) {
+  i64 page = page_of(row, p.pool_size, p.page_size);
+  i64 offset = page * h.pool.page + (row - page * p.page_size) * h.pool.row;
+  return heads_at<kVec>(pool, offset, h.pool.head, h.pool.feature, f);
+}
+template <int kVec, class Pointer>
+ROPE_POOL_FN Heads<Pointer, u32> heads_of_row(Pointer pool, ROPE_POOL_UNIFORM const CommonParams&,
+                                              ROPE_POOL_UNIFORM const CommonHeads& h, i64 row,
+                                              LaneFeatures<u32> f) {
+  return heads_at<kVec>(pool, times((u32)row, h.pool_row), h.pool_head, f);
+}
+
+ROPE_POOL_FN bool is_interleaved(ROPE_POOL_UNIFORM const GpuParams& p) {
+  return p.interleaved != 0u;
+}
+ROPE_POOL_FN bool is_interleaved(ROPE_POOL_UNIFORM const CommonParams&) { return false; }
+
+// The types that go with a kind of parameters.
+template <class Params>
+struct GpuTypes;
+template <>
+struct GpuTypes<GpuParams> {
+  typedef GpuHeads Heads;
+  typedef i64 Offset;
+};
+template <>
+struct GpuTypes<CommonParams> {
+  typedef CommonHeads Heads;
+  typedef u32 Offset;
+};
+
+template <class Bits, int kVec, class Offset>
+ROPE_POOL_FN Lane<Bits, kVec> load_lane(Heads<ROPE_POOL_DEVICE const Bits*, Offset> heads,
+                                        u32 head) {
   typedef typename ChunkOf<Bits, kVec>::type Chunk;
-  ROPE_POOL_DEVICE const Bits* from = heads.first + times(head, heads.head_stride);
+  Offset at = heads.first + times(head, heads.head_stride);
   Lane<Bits, kVec> lane;
-  lane.first = Chunk::load(from);
-  lane.second = Chunk::load(from + heads.distance);
+  lane.first = Chunk::load(heads.tensor + elements<kVec>(at));
+  lane.second = Chunk::load(heads.tensor + elements<kVec>(at + heads.distance));
   return lane;
 }
 
-template <class Bits, int kVec>
-ROPE_POOL_FN void store_lane(Lane<Bits, kVec> lane, Heads<ROPE_POOL_DEVICE Bits*> heads, u32 head) {
-  if (heads.first == 0) return;
-  ROPE_POOL_DEVICE Bits* to = heads.first + times(head, heads.head_stride);
-  lane.first.store(to);
-  lane.second.store(to + heads.distance);
+template <class Bits, int kVec, class Offset>
+ROPE_POOL_FN void store_lane(Lane<Bits, kVec> lane, Heads<ROPE_POOL_DEVICE Bits*, Offset> heads,
+                             u32 head) {
+  if (heads.tensor == 0) return;
+  Offset at = heads.first + times(head, heads.head_stride);
+  lane.first.store(heads.tensor + elements<kVec>(at));
+  lane.second.store(heads.tensor + elements<kVec>(at + heads.distance));
 }
 
 // Every thread of a group comes here. `shared`: the group's memory, 2 floats for each of its pairs
 // of each of its tokens. A slot that is negative, or not below pool_size, is not stored.
-template <class Element, int kVec, class Bits>
+template <class Element, int kVec, class Bits, class Params>
 ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
-                                          ROPE_POOL_UNIFORM const GpuParams& p, u32 num_tokens,
+                                          ROPE_POOL_UNIFORM const Params& p, u32 num_tokens,
                                           ThreadPosition at, ROPE_POOL_SHARED float* shared) {
+  typedef typename GpuTypes<Params>::Offset Offset;
   bool is_v = at.group >= p.heads[2].first_group;
   bool is_q = at.group < p.heads[1].first_group;
-  ROPE_POOL_UNIFORM const GpuHeads& h = p.heads[is_v ? 2 : (is_q ? 0 : 1)];
+  ROPE_POOL_UNIFORM const typename GpuTypes<Params>::Heads& h = p.heads[is_v ? 2 : (is_q ? 0 : 1)];
   u32 first_head = (at.group - h.first_group) * at.heads_per_group * at.heads_per_thread;
   u32 end_head = first_head + at.heads_per_group * at.heads_per_thread;
   end_head = end_head < h.num_heads ? end_head : h.num_heads;
   u32 head = first_head + at.head_in_group;
   bool is_token = at.token < num_tokens;
-  bool is_lane = is_token && times(at.lane, 2 * kVec) < p.head_dim;
+  bool is_lane = is_token && times(at.lane, (Offset)(2 * kVec)) < p.head_dim;
   bool has_work = is_lane && head < end_head;
 
   // First everything that can be asked of memory at once: slot, position, frequency, a head.
@@ -406,19 +537,18 @@ ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
   u32 share = at.head_in_group * at.lanes_per_group + at.lane_in_group;
   u32 shares = at.heads_per_group * at.lanes_per_group;
   u32 pairs_per_group = at.lanes_per_group * kVec;
-  i64 first_pair = times(at.lane - at.lane_in_group, kVec);
-  i64 pairs_left = is_token && !is_v ? p.num_pairs - first_pair : 0;
-  u32 num_angles =
-      pairs_left < (i64)pairs_per_group ? (u32)(pairs_left < 0 ? 0 : pairs_left) : pairs_per_group;
+  Offset first_pair = times(at.lane - at.lane_in_group, (Offset)kVec);
+  Offset pairs_left = is_token && !is_v && first_pair < p.num_pairs ? p.num_pairs - first_pair : 0;
+  u32 num_angles = pairs_left < (Offset)pairs_per_group ? (u32)pairs_left : pairs_per_group;
   Positions positions;
   Frequency frequency;
   if (share < num_angles) {
     positions = load_positions(t, p, at.token);
-    frequency = load_frequency(t, p, first_pair + share);
+    frequency = load_frequency(t.frequencies, p, first_pair + share);
   }
-  LaneFeatures f = lane_features<kVec>(p, at.lane);
-  Heads<ROPE_POOL_DEVICE const Bits*> in = heads_at<kVec>(
-      (is_v ? t.v : (is_q ? t.q : t.k)) + times(at.token, h.in.token), h.in.head, h.in.feature, f);
+  LaneFeatures<Offset> f = lane_features<kVec>(p, at.lane);
+  Heads<ROPE_POOL_DEVICE const Bits*, Offset> in =
+      heads_in<kVec>(is_v ? t.v : (is_q ? t.q : t.k), h, at.token, f);
   Lane<Bits, kVec> lane;
   if (has_work) lane = load_lane<Bits, kVec>(in, head);
 
@@ -427,11 +557,12 @@ ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
     ROPE_POOL_SHARED float* cos = shared + at.token_in_group * pairs_per_group * 2u;
     ROPE_POOL_SHARED float* sin = cos + pairs_per_group;
     for (u32 i = share; i < num_angles; i += shares) {
-      i64 pair = first_pair + i;
-      Angle<float> angle = angle_from(position_of(positions, p, pair), frequency, t, p, pair);
+      Offset pair = first_pair + i;
+      Angle<float> angle =
+          angle_from(position_of(positions, p, pair), frequency, t.frequencies, p, pair);
       cos[i] = angle.cos;
       sin[i] = angle.sin;
-      if (i + shares < num_angles) frequency = load_frequency(t, p, pair + shares);
+      if (i + shares < num_angles) frequency = load_frequency(t.frequencies, p, pair + shares);
     }
     ROPE_POOL_BARRIER();
     if (has_work && f.turns) {
@@ -441,19 +572,16 @@ ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
   }
   if (!has_work) return;
 
-  Heads<ROPE_POOL_DEVICE Bits*> out;
-  Heads<ROPE_POOL_DEVICE Bits*> pool;
-  out.first = 0;
-  pool.first = 0;
+  Heads<ROPE_POOL_DEVICE Bits*, Offset> out;
+  Heads<ROPE_POOL_DEVICE Bits*, Offset> pool;
+  out.tensor = 0;
+  pool.tensor = 0;
   if (!is_v && (f.turns || p.keeps_unturned == 0u)) {
-    out = heads_at<kVec>((is_q ? t.q_rot : t.k_rot) + times(at.token, h.out.token), h.out.head,
-                         h.out.feature, f);
+    out = heads_out<kVec>(is_q ? t.q_rot : t.k_rot, h, at.token, f);
   }
   i64 row = is_q ? -1 : value_of(slot, p.slots_are_int64);
   if (row >= 0 && row < p.pool_size) {
-    i64 page = page_of(row, p.pool_size, p.page_size);
-    i64 offset = page * h.pool.page + (row - page * p.page_size) * h.pool.row;
-    pool = heads_at<kVec>((is_v ? t.v_pool : t.k_pool) + offset, h.pool.head, h.pool.feature, f);
+    pool = heads_of_row<kVec>(is_v ? t.v_pool : t.k_pool, p, h, row, f);
   }
   // The next head's loads go ahead of this one's stores, which the compiler may not do by itself:
   // q_rot may be q.
@@ -461,7 +589,7 @@ ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
     u32 next_head = head + at.heads_per_group;
     Lane<Bits, kVec> next;
     if (next_head < end_head) next = load_lane<Bits, kVec>(in, next_head);
-    if (!is_v && f.turns) lane = Turn<Element, kVec>::apply(lane, p.interleaved != 0u, angles);
+    if (!is_v && f.turns) lane = Turn<Element, kVec>::apply(lane, is_interleaved(p), angles);
     store_lane(lane, out, head);
     store_lane(lane, pool, head);
     lane = next;

@@ -88,4 +88,35 @@ struct GpuParams {
 };
 static_assert(sizeof(GpuParams) == 4 * 8 + 8 * (4 + 4 + 3 * 11 + 3), "as on every device");
 
+// The same for what most calls are: chunks of 16 bytes, half-split pairs, frequencies from a table,
+// one row of positions, pools of one page, and offsets that fit in 32 bits. A small call waits for
+// these bytes, and GPUs are slow at 64 bits.
+struct CommonHeads {
+  // Strides in chunks.
+  u32 in_token;
+  u32 in_head;
+  u32 out_token;
+  u32 out_head;
+  u32 pool_row;
+  u32 pool_head;
+
+  u32 num_heads;
+  u32 first_group;
+};
+
+struct CommonParams {
+  u32 positions_are_int64;
+  u32 slots_are_int64;
+  u32 keeps_unturned;
+  float attention_scaling;
+  u32 head_dim;
+  u32 num_pairs;
+  u32 positions_stride;  // in elements
+  u32 slots_stride;      // in elements
+  i64 pool_size;
+
+  CommonHeads heads[3];  // q, k, v
+};
+static_assert(sizeof(CommonParams) == 4 * 8 + 8 + 3 * 4 * 8, "as on every device");
+
 }  // namespace rope_pool

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <climits>
 #include <cmath>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -25,7 +26,7 @@ double inv_freq_at(const TensorView& t, i64 i) {
 
 // Whether every chunk of the tensor that begins at a multiple of `chunk` elements is one aligned
 // access of kVectorBytes.
-bool is_vectorized(const TensorView& t, i64 chunk) {
+bool consists_of_chunks(const TensorView& t, i64 chunk) {
   const i64 last = t.ndim - 1;
   if (t.strides[last] != 1 || t.byte_address % kVectorBytes != 0) return false;
   for (i64 dim = 0; dim < last; ++dim) {
@@ -33,6 +34,45 @@ bool is_vectorized(const TensorView& t, i64 chunk) {
   }
   return true;
 }
+
+// Whether every offset in the tensor, in units of so many elements, fits in 32 bits.
+bool has_short_offsets(const TensorView& t, i64 unit) {
+  i64 last = 0;
+  for (i64 dim = 0; dim < t.ndim; ++dim)
+    last += std::max(t.sizes[dim] - 1, i64{0}) * t.strides[dim];
+  return last / unit <= static_cast<i64>(UINT32_MAX);
+}
+
+// A stride in chunks. That of a dimension of one is never used, so it may be anything.
+u32 in_chunks(i64 stride, i64 chunk) { return static_cast<u32>(stride / chunk); }
+
+CommonHeads common_heads(const GpuHeads& h, i64 chunk) {
+  return {in_chunks(h.in.token, chunk),
+          in_chunks(h.in.head, chunk),
+          in_chunks(h.out.token, chunk),
+          in_chunks(h.out.head, chunk),
+          in_chunks(h.pool.row, chunk),
+          in_chunks(h.pool.head, chunk),
+          h.num_heads,
+          h.first_group};
+}
+
+CommonParams common_params(const GpuParams& p, i64 chunk) {
+  return {p.positions_are_int64,
+          p.slots_are_int64,
+          p.keeps_unturned,
+          p.attention_scaling,
+          static_cast<u32>(p.head_dim),
+          static_cast<u32>(p.num_pairs),
+          static_cast<u32>(p.positions_stride),
+          static_cast<u32>(p.slots_stride),
+          p.pool_size,
+          {common_heads(p.heads[0], chunk), common_heads(p.heads[1], chunk),
+           common_heads(p.heads[2], chunk)}};
+}
+
+// Whether pages follow each other in memory as their rows do.
+bool is_one_page(const PoolStrides& s, i64 page_size) { return s.page == page_size * s.row; }
 
 i64 divide_up(i64 a, i64 b) { return (a + b - 1) / b; }
 
@@ -109,6 +149,9 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
   p.num_pairs = rope.num_pairs;
   p.pool_size = rope.pool_size;
   p.page_size = rope.page_size;
+  if (is_one_page(rope.k_pool, rope.page_size) && is_one_page(rope.v_pool, rope.page_size)) {
+    p.page_size = p.pool_size;
+  }
   p.interleaved = args.interleaved ? 1 : 0;
   p.keeps_unturned = q_rot.handle == args.q.handle ? 1 : 0;
   const IndexArray positions = index_array(args.positions);
@@ -130,18 +173,23 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
   p.attention_scaling = static_cast<float>(args.attention_scaling);
 
   const i64 chunk = kVectorBytes / args.q.itemsize;
-  plan.vectorized =
+  bool has_chunks =
       p.num_pairs % chunk == 0 && (args.head_dim - 2 * p.num_pairs) % (2 * chunk) == 0;
+  bool is_common = p.page_size == p.pool_size && !args.interleaved && !args.mrope_section &&
+                   !has_device_inv_freq(args) && has_short_offsets(args.positions, 1) &&
+                   has_short_offsets(args.slots, 1);
   for (const TensorView* t :
        {&args.q, &args.k, &args.v, &q_rot, &k_rot, &args.k_pool, &args.v_pool}) {
-    plan.vectorized = plan.vectorized && is_vectorized(*t, chunk);
+    has_chunks = has_chunks && consists_of_chunks(*t, chunk);
+    is_common = is_common && has_short_offsets(*t, chunk);
   }
+  plan.form = !has_chunks ? GpuForm::kElements : is_common ? GpuForm::kCommon : GpuForm::kChunks;
 
   constexpr i64 kThreads = ROPE_POOL_THREADS_PER_GROUP;
   constexpr i64 kMaxHeadsPerThread = 8;
   const i64 num_qo_heads = args.num_qo_heads;
   const i64 num_kv_heads = args.num_kv_heads;
-  const i64 num_lanes = divide_up(args.head_dim, 2 * (plan.vectorized ? chunk : 1));
+  const i64 num_lanes = divide_up(args.head_dim, 2 * (has_chunks ? chunk : 1));
   plan.num_tokens = args.num_tokens();
   plan.lanes_per_group = std::min(num_lanes, kThreads);
   plan.lane_groups = divide_up(num_lanes, plan.lanes_per_group);
@@ -175,6 +223,7 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
   p.heads[0] = {rope.q, rope.q_rot, {}, num_q, 0};
   p.heads[1] = {rope.k, rope.k_rot, rope.k_pool, num_kv, q_groups};
   p.heads[2] = {rope.v, {}, rope.v_pool, num_kv, q_groups + kv_groups};
+  if (plan.form == GpuForm::kCommon) plan.common_params = common_params(p, chunk);
   return plan;
 }
 

@@ -24,10 +24,18 @@ std::shared_ptr<const FrequencyTable> table_of(const RopePoolArgs& args);
 // slots that are stored to increase strictly, so that no two are the same.
 bool check_slots(const IndexArray& slots, i64 num_tokens, i64 pool_size);
 
+// Which of a dtype's kernels: by what a lane's chunks are, and by its parameters.
+enum class GpuForm {
+  kElements,  // chunks of one element
+  kChunks,    // chunks of 16 bytes
+  kCommon,    // the same, with CommonParams
+};
+
 // How a GPU kernel is launched: rope_pool_kernel.h. A group has lanes x heads x tokens threads.
 struct GpuPlan {
+  GpuForm form;
   GpuParams params;
-  bool vectorized;  // a lane's chunks have 16 bytes, else one element
+  CommonParams common_params;  // of the form kCommon, which reads no others
   i64 num_tokens;
   i64 lanes_per_group;
   i64 heads_per_group;  // at a time

@@ -14,7 +14,7 @@
 using namespace rope_pool;
 
 // Groups and grid: lanes x heads x tokens. Only whole groups are dispatched.
-template <class Element, int kVec>
+template <class Element, int kVec, class Params>
 [[kernel, max_total_threads_per_threadgroup(ROPE_POOL_THREADS_PER_GROUP)]] void rope_pool_fused(
     device const typename Element::storage* q [[buffer(0)]],
     device const typename Element::storage* k [[buffer(1)]],
@@ -24,7 +24,7 @@ template <class Element, int kVec>
     device typename Element::storage* v_pool [[buffer(6)]],
     device typename Element::storage* q_rot [[buffer(7)]],
     device typename Element::storage* k_rot [[buffer(8)]],
-    device const void* frequencies [[buffer(9)]], constant GpuParams& params [[buffer(10)]],
+    device const void* frequencies [[buffer(9)]], constant Params& params [[buffer(10)]],
     constant long& num_tokens [[buffer(11)]], constant long& heads_per_thread [[buffer(12)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint3 thread_in_group [[thread_position_in_threadgroup]],
@@ -57,16 +57,22 @@ template <class Element, int kVec>
 }
 
 // clang-format off
-template [[host_name("rope_pool_fused_float16")]] [[kernel]]
-decltype(rope_pool_fused<Float16, 1>) rope_pool_fused<Float16, 1>;
-template [[host_name("rope_pool_fused_float16_vectorized")]] [[kernel]]
-decltype(rope_pool_fused<Float16, 8>) rope_pool_fused<Float16, 8>;
-template [[host_name("rope_pool_fused_bfloat16")]] [[kernel]]
-decltype(rope_pool_fused<BFloat16, 1>) rope_pool_fused<BFloat16, 1>;
-template [[host_name("rope_pool_fused_bfloat16_vectorized")]] [[kernel]]
-decltype(rope_pool_fused<BFloat16, 8>) rope_pool_fused<BFloat16, 8>;
-template [[host_name("rope_pool_fused_float32")]] [[kernel]]
-decltype(rope_pool_fused<Float32Bits, 1>) rope_pool_fused<Float32Bits, 1>;
-template [[host_name("rope_pool_fused_float32_vectorized")]] [[kernel]]
-decltype(rope_pool_fused<Float32Bits, 4>) rope_pool_fused<Float32Bits, 4>;
+template [[host_name("rope_pool_fused_float16_elements")]] [[kernel]]
+decltype(rope_pool_fused<Float16, 1, GpuParams>) rope_pool_fused<Float16, 1, GpuParams>;
+template [[host_name("rope_pool_fused_float16_chunks")]] [[kernel]]
+decltype(rope_pool_fused<Float16, 8, GpuParams>) rope_pool_fused<Float16, 8, GpuParams>;
+template [[host_name("rope_pool_fused_float16_common")]] [[kernel]]
+decltype(rope_pool_fused<Float16, 8, CommonParams>) rope_pool_fused<Float16, 8, CommonParams>;
+template [[host_name("rope_pool_fused_bfloat16_elements")]] [[kernel]]
+decltype(rope_pool_fused<BFloat16, 1, GpuParams>) rope_pool_fused<BFloat16, 1, GpuParams>;
+template [[host_name("rope_pool_fused_bfloat16_chunks")]] [[kernel]]
+decltype(rope_pool_fused<BFloat16, 8, GpuParams>) rope_pool_fused<BFloat16, 8, GpuParams>;
+template [[host_name("rope_pool_fused_bfloat16_common")]] [[kernel]]
+decltype(rope_pool_fused<BFloat16, 8, CommonParams>) rope_pool_fused<BFloat16, 8, CommonParams>;
+template [[host_name("rope_pool_fused_float32_elements")]] [[kernel]]
+decltype(rope_pool_fused<Float32Bits, 1, GpuParams>) rope_pool_fused<Float32Bits, 1, GpuParams>;
+template [[host_name("rope_pool_fused_float32_chunks")]] [[kernel]]
+decltype(rope_pool_fused<Float32Bits, 4, GpuParams>) rope_pool_fused<Float32Bits, 4, GpuParams>;
+template [[host_name("rope_pool_fused_float32_common")]] [[kernel]]
+decltype(rope_pool_fused<Float32Bits, 4, CommonParams>) rope_pool_fused<Float32Bits, 4, CommonParams>;
 // clang-format on

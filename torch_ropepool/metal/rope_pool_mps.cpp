@@ -37,21 +37,22 @@ void check(AOTITorchError status, const std::string& what) {
   if (status != AOTI_TORCH_SUCCESS) fail(what);
 }
 
-// The kernel for a dtype, compiled at its first use. torch's own cache is not locked.
-AOTIMetalKernelFunctionHandle kernel_function(DType dtype, bool vectorized) {
+// The kernel for a dtype and a form, compiled at its first use. torch's own cache is not locked.
+AOTIMetalKernelFunctionHandle kernel_function(DType dtype, GpuForm form) {
   static std::mutex mutex;
   static AOTIMetalShaderLibraryHandle library = nullptr;
-  static std::array<AOTIMetalKernelFunctionHandle, 6> functions{};
+  static std::array<AOTIMetalKernelFunctionHandle, 9> functions{};
 
-  const int type = dtype == DType::kFloat16 ? 0 : dtype == DType::kBFloat16 ? 1 : 2;
+  static constexpr const char* kDTypes[] = {"float16", "bfloat16", "float32"};
+  static constexpr const char* kForms[] = {"elements", "chunks", "common"};
+  const std::size_t type = dtype == DType::kFloat16 ? 0 : dtype == DType::kBFloat16 ? 1 : 2;
+  const auto form_index = static_cast<std::size_t>(form);
   const std::lock_guard<std::mutex> lock(mutex);
-  AOTIMetalKernelFunctionHandle& function =
-      functions[static_cast<std::size_t>(2 * type + (vectorized ? 1 : 0))];
+  AOTIMetalKernelFunctionHandle& function = functions[3 * type + form_index];
   if (function != nullptr) return function;
 
-  static constexpr const char* kNames[] = {"float16", "bfloat16", "float32"};
   const std::string name =
-      std::string("rope_pool_fused_") + kNames[type] + (vectorized ? "_vectorized" : "");
+      std::string("rope_pool_fused_") + kDTypes[type] + "_" + kForms[form_index];
   if (library == nullptr) {
     check(aoti_torch_mps_create_shader_library(kShaderSource, &library),
           "making the Metal shader library");
@@ -101,11 +102,23 @@ class ConstantTensors {
 using SetArgBytes = AOTITorchError (*)(AOTIMetalKernelFunctionHandle, unsigned, const void*,
                                        std::uint64_t);
 
+struct Bytes {
+  const void* data;
+  std::size_t size;
+};
+
+// Those that the plan's kernel reads.
+Bytes params_of(const GpuPlan& plan) {
+  if (plan.form == GpuForm::kCommon) return {&plan.common_params, sizeof plan.common_params};
+  return {&plan.params, sizeof plan.params};
+}
+
 // One dispatch, to be encoded on torch's stream.
 struct Dispatch {
   std::array<AtenTensorHandle, 10> tensors;  // buffers 0 to 9
   const GpuPlan* plan;
-  AtenTensorHandle params;    // buffer 10; null: the plan's own bytes
+  Bytes params_bytes;         // buffer 10, where set_arg_bytes is
+  AtenTensorHandle params;    // buffer 10, where it is not
   SetArgBytes set_arg_bytes;  //
   const char* failed = nullptr;
 
@@ -128,7 +141,7 @@ struct Dispatch {
     }
     const AOTITorchError bound =
         params != nullptr ? aoti_torch_mps_set_arg_tensor(function, index++, params)
-                          : set_arg_bytes(function, index++, &plan->params, sizeof plan->params);
+                          : set_arg_bytes(function, index++, params_bytes.data, params_bytes.size);
     if (bound != AOTI_TORCH_SUCCESS) return "binding the parameters";
     for (i64 number : {plan->num_tokens, plan->heads_per_thread}) {
       if (aoti_torch_mps_set_arg_int(function, index++, number) != AOTI_TORCH_SUCCESS) {
@@ -174,9 +187,10 @@ struct Mps {
       const std::vector<u32> words = table_words(*table);
       frequencies = tables.get(words.data(), words.size() * sizeof(u32), args.q);
     }
+    const Bytes params_bytes = params_of(plan);
     ConstantTensors::Shared params;
     if (set_arg_bytes == nullptr) {
-      params = layouts.get(&plan.params, sizeof plan.params, args.q);
+      params = layouts.get(params_bytes.data, params_bytes.size, args.q);
     }
     // An empty pool has no buffer to bind, and no slot is stored to it.
     const bool has_pool = args.pool_size() > 0;
@@ -186,11 +200,12 @@ struct Mps {
          handle_of(has_pool ? args.v_pool : q_rot), handle_of(q_rot), handle_of(k_rot),
          table != nullptr ? frequencies.get() : handle_of(*args.inv_freq)},
         &plan,
+        params_bytes,
         params.get(),
         set_arg_bytes};
     // torch's kernel object holds the encoder between the steps, for whichever thread began last.
     static std::mutex encoding;
-    const AOTIMetalKernelFunctionHandle function = kernel_function(args.q.dtype, plan.vectorized);
+    const AOTIMetalKernelFunctionHandle function = kernel_function(args.q.dtype, plan.form);
     const AOTITorchError status = [&] {
       const std::lock_guard<std::mutex> lock(encoding);
       return aoti_torch_mps_run_command_block(function, &Dispatch::encode, &dispatch);

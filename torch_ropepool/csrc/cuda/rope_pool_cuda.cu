@@ -17,18 +17,18 @@ namespace {
 
 constexpr int kGroupsPerProcessor = 16;  // at least: leaves a thread 64 registers
 
-template <class Bits>
+template <class Bits, class Params>
 struct CudaArgs {
   RopePoolTensors<Bits> tensors;
   u32 num_tokens;
   u32 heads_per_thread;
-  GpuParams params;
+  Params params;
 };
 
 // The grid is tokens x lanes x heads: only its first dimension may be large.
-template <class Element, int kVec>
+template <class Element, int kVec, class Params>
 __global__ void __launch_bounds__(ROPE_POOL_THREADS_PER_GROUP, kGroupsPerProcessor)
-    rope_pool(const __grid_constant__ CudaArgs<typename Element::storage> args) {
+    rope_pool(const __grid_constant__ CudaArgs<typename Element::storage, Params> args) {
   __shared__ alignas(16) float angles[ROPE_POOL_ANGLES(kVec)];
   ThreadPosition at;
   at.token = blockIdx.x * blockDim.z + threadIdx.z;
@@ -127,11 +127,11 @@ const void* device_table(const std::shared_ptr<const FrequencyTable>& table, con
   return last.memory;
 }
 
-template <class Element, int kVec>
+template <class Element, int kVec, class Params>
 void launch_kernel(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot,
-                   const GpuPlan& plan, const void* frequencies) {
+                   const GpuPlan& plan, const Params& params, const void* frequencies) {
   using Bits = typename Element::storage;
-  CudaArgs<Bits> kernel_args{};
+  CudaArgs<Bits, Params> kernel_args{};
   kernel_args.tensors = {static_cast<const Bits*>(args.q.data),
                          static_cast<const Bits*>(args.k.data),
                          static_cast<const Bits*>(args.v.data),
@@ -142,7 +142,7 @@ void launch_kernel(const RopePoolArgs& args, const TensorView& q_rot, const Tens
                          static_cast<Bits*>(q_rot.data),
                          static_cast<Bits*>(k_rot.data),
                          frequencies};
-  kernel_args.params = plan.params;
+  kernel_args.params = params;
   kernel_args.num_tokens = static_cast<u32>(plan.num_tokens);
   kernel_args.heads_per_thread = static_cast<u32>(plan.heads_per_thread);
 
@@ -156,8 +156,23 @@ void launch_kernel(const RopePoolArgs& args, const TensorView& q_rot, const Tens
   const dim3 group(static_cast<unsigned>(plan.lanes_per_group),
                    static_cast<unsigned>(plan.heads_per_group),
                    static_cast<unsigned>(plan.tokens_per_group));
-  rope_pool<Element, kVec><<<grid, group, 0, static_cast<cudaStream_t>(stream)>>>(kernel_args);
+  rope_pool<Element, kVec, Params>
+      <<<grid, group, 0, static_cast<cudaStream_t>(stream)>>>(kernel_args);
   check_cuda(cudaGetLastError(), "the kernel's launch");
+}
+
+template <class Element, int kVec>
+void launch_kernel(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot,
+                   const GpuPlan& plan, const void* frequencies) {
+  switch (plan.form) {
+    case GpuForm::kElements:
+      return launch_kernel<Element, 1>(args, q_rot, k_rot, plan, plan.params, frequencies);
+    case GpuForm::kChunks:
+      return launch_kernel<Element, kVec>(args, q_rot, k_rot, plan, plan.params, frequencies);
+    case GpuForm::kCommon:
+      return launch_kernel<Element, kVec>(args, q_rot, k_rot, plan, plan.common_params,
+                                          frequencies);
+  }
 }
 
 struct Cuda {
@@ -176,17 +191,13 @@ struct Cuda {
     const void* frequencies =
         table == nullptr ? args.inv_freq->data : device_table(table, args.q, temporary);
     const GpuPlan plan = gpu_plan_of(args, q_rot, k_rot, kEnoughGroups);
-    const bool is_vectorized = plan.vectorized;
     switch (args.q.dtype) {
       case DType::kFloat16:
-        return is_vectorized ? launch_kernel<Float16, 8>(args, q_rot, k_rot, plan, frequencies)
-                             : launch_kernel<Float16, 1>(args, q_rot, k_rot, plan, frequencies);
+        return launch_kernel<Float16, 8>(args, q_rot, k_rot, plan, frequencies);
       case DType::kBFloat16:
-        return is_vectorized ? launch_kernel<BFloat16, 8>(args, q_rot, k_rot, plan, frequencies)
-                             : launch_kernel<BFloat16, 1>(args, q_rot, k_rot, plan, frequencies);
+        return launch_kernel<BFloat16, 8>(args, q_rot, k_rot, plan, frequencies);
       default:
-        return is_vectorized ? launch_kernel<Float32Bits, 4>(args, q_rot, k_rot, plan, frequencies)
-                             : launch_kernel<Float32Bits, 1>(args, q_rot, k_rot, plan, frequencies);
+        return launch_kernel<Float32Bits, 4>(args, q_rot, k_rot, plan, frequencies);
     }
   }
 };
