@@ -284,7 +284,12 @@ def triton_peers(problem: Problem) -> list[Peer]:
         )
 
     return [
-        Peer(f"Triton, {form}", in_place, {str(config): call(config, in_place) for config in CONFIGS})
+        Peer(
+            f"{name}, {form}",
+            in_place,
+            {str(config): call(config, in_place) for config in CONFIGS if config.cached == cached},
+        )
+        for name, cached in (("Triton", False), ("Triton, cos/sin cached", True))
         for form, in_place in (("fresh", False), ("in place", True))
     ]
 

@@ -552,17 +552,31 @@ ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
   Lane<Bits, kVec> lane;
   if (has_work) lane = load_lane<Bits, kVec>(in, head);
 
+  // Where the results go, while that is on its way.
+  Heads<ROPE_POOL_DEVICE Bits*, Offset> out;
+  Heads<ROPE_POOL_DEVICE Bits*, Offset> pool;
+  out.tensor = 0;
+  pool.tensor = 0;
+  if (!is_v && (f.turns || p.keeps_unturned == 0u)) {
+    out = heads_out<kVec>(is_q ? t.q_rot : t.k_rot, h, at.token, f);
+  }
+  i64 row = has_work && !is_q ? value_of(slot, p.slots_are_int64) : -1;
+  if (row >= 0 && row < p.pool_size) {
+    pool = heads_of_row<kVec>(is_v ? t.v_pool : t.k_pool, p, h, row, f);
+  }
+
   LaneAngles<kVec> angles;
   if (!is_v) {
     ROPE_POOL_SHARED float* cos = shared + at.token_in_group * pairs_per_group * 2u;
     ROPE_POOL_SHARED float* sin = cos + pairs_per_group;
-    for (u32 i = share; i < num_angles; i += shares) {
+    for (u32 i = share; i < num_angles;) {
       Offset pair = first_pair + i;
       Angle<float> angle =
           angle_from(position_of(positions, p, pair), frequency, t.frequencies, p, pair);
       cos[i] = angle.cos;
       sin[i] = angle.sin;
-      if (i + shares < num_angles) frequency = load_frequency(t.frequencies, p, pair + shares);
+      i += shares;
+      if (i < num_angles) frequency = load_frequency(t.frequencies, p, first_pair + i);
     }
     ROPE_POOL_BARRIER();
     if (has_work && f.turns) {
@@ -572,17 +586,6 @@ ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
   }
   if (!has_work) return;
 
-  Heads<ROPE_POOL_DEVICE Bits*, Offset> out;
-  Heads<ROPE_POOL_DEVICE Bits*, Offset> pool;
-  out.tensor = 0;
-  pool.tensor = 0;
-  if (!is_v && (f.turns || p.keeps_unturned == 0u)) {
-    out = heads_out<kVec>(is_q ? t.q_rot : t.k_rot, h, at.token, f);
-  }
-  i64 row = is_q ? -1 : value_of(slot, p.slots_are_int64);
-  if (row >= 0 && row < p.pool_size) {
-    pool = heads_of_row<kVec>(is_v ? t.v_pool : t.k_pool, p, h, row, f);
-  }
   // The next head's loads go ahead of this one's stores, which the compiler may not do by itself:
   // q_rot may be q.
   while (head < end_head) {
