@@ -1,5 +1,5 @@
 // Ops of the real ones' signatures that launch an empty kernel: what a call costs the host whatever
-// it does. benchmarks/bench_gpu_peers.py defines their schemas, from the real ones, and builds
+// it does. benchmarks/bench_gpu.py defines their schemas, from the real ones, and builds
 // this.
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/library.h>

@@ -193,10 +193,14 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
   plan.num_tokens = args.num_tokens();
   plan.lanes_per_group = std::min(num_lanes, kThreads);
   plan.lane_groups = divide_up(num_lanes, plan.lanes_per_group);
-  // All of k's heads at a time, and q's in a few turns.
-  plan.heads_per_group =
-      std::clamp(std::max(num_kv_heads, divide_up(num_qo_heads, kMaxHeadsPerThread)), i64{1},
-                 kThreads / plan.lanes_per_group);
+  // All of k's heads at a time, and q's in a few turns. With few tokens all threads go to one of
+  // them, so that each makes few angles.
+  const i64 most_heads = std::max(kThreads / plan.lanes_per_group, i64{1});
+  const bool few_tokens = plan.num_tokens < enough_groups / 4;
+  const i64 wanted_heads =
+      few_tokens ? std::max(num_qo_heads, num_kv_heads)
+                 : std::max(num_kv_heads, divide_up(num_qo_heads, kMaxHeadsPerThread));
+  plan.heads_per_group = std::clamp(wanted_heads, i64{1}, most_heads);
   plan.tokens_per_group =
       std::clamp(kThreads / (plan.lanes_per_group * plan.heads_per_group), i64{1},
                  std::min(std::max(plan.num_tokens, i64{1}), i64{64}));  // CUDA allows 64

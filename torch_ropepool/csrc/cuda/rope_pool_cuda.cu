@@ -178,8 +178,8 @@ void launch_kernel(const RopePoolArgs& args, const TensorView& q_rot, const Tens
 struct Cuda {
   static constexpr bool kAllowsFloat64 = false;
   static constexpr bool kAllowsFloat64InvFreq = true;
-  // Eight for each of an H200's processors.
-  static constexpr i64 kEnoughGroups = 8 * 132;
+  // For an H200's 132 processors; measured: fewer leave it idle, more make angles more often.
+  static constexpr i64 kEnoughGroups = 24 * 132;
 
   static void launch(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
     const auto table = has_device_inv_freq(args) ? nullptr : table_of(args);
