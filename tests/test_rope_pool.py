@@ -620,6 +620,8 @@ def results_of_this_process() -> list[Tensor]:
                 positions = torch.tensor([0, 1, -1, 77, 131071, 2**31 - 1, -(2**31), 2**33, -(2**62)])
                 call = call.with_(positions=positions, q=laid_out(call.q, layout), v=laid_out(call.v, layout))
                 results += [t.contiguous() for t in call.run()]
+            for variant in ({"interleaved": True}, {"rotary_dim": head_dim // 4 * 2 or 2}):
+                results += make_sample(9, head_dim=head_dim, dtype=dtype).with_(**variant).run()
     return results
 
 

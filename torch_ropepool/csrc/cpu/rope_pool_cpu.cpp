@@ -42,9 +42,10 @@ std::unique_ptr<i64[]> last_writers(const IndexArray& slots, i64 num_tokens) {
   return result;
 }
 
-// Tokens per thread below which a second thread does not pay.
+// Tokens per thread below which a second thread does not pay: about 20 us of work, several times
+// what it takes to wake one.
 i64 grain_size(const RopePoolParams& p, i64 itemsize) {
-  constexpr i64 kBytes = 64 * 1024;
+  constexpr i64 kBytes = 128 * 1024;
   const i64 token_bytes = (2 * p.num_qo_heads + 5 * p.num_kv_heads) * p.head_dim * itemsize;
   return std::max(i64{1}, kBytes / token_bytes);
 }
@@ -81,7 +82,7 @@ struct Cpu {
     const RopePoolTokens tokens = rope_pool_tokens(args.q.dtype);
 
     const i64 grain = grain_size(launch.params, args.q.itemsize);
-    if (num_tokens <= grain) {
+    if (num_tokens < 2 * grain) {
       tokens(launch, 0, num_tokens);
       return;
     }

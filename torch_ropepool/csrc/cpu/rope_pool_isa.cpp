@@ -6,6 +6,7 @@
 #include <string>
 #include <type_traits>
 
+#include "cache_hints.h"
 #include "rope_pool_cpu_kernel.h"
 
 #if defined(__clang__)
@@ -17,7 +18,7 @@
 #endif
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#define ROPE_POOL_HAS_AVX2 1
+#define ROPE_POOL_X86_TARGETS 1
 #endif
 
 namespace rope_pool {
@@ -26,7 +27,7 @@ namespace baseline {
 #include "rope_pool_tokens.h"
 }  // namespace baseline
 
-#if ROPE_POOL_HAS_AVX2
+#if ROPE_POOL_X86_TARGETS
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else
@@ -36,6 +37,18 @@ namespace baseline {
 namespace avx2 {
 #include "rope_pool_tokens.h"
 }  // namespace avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), \
+                             apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#endif
+namespace avx512 {
+#include "rope_pool_tokens.h"
+}  // namespace avx512
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
@@ -53,7 +66,14 @@ struct Isa {
 
 // Best first.
 constexpr Isa kIsas[] = {
-#if ROPE_POOL_HAS_AVX2
+#if ROPE_POOL_X86_TARGETS
+    {"avx512",
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+              __builtin_cpu_supports("fma");
+     },
+     avx512::kernel_for},
     {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); },
      avx2::kernel_for},
 #endif
