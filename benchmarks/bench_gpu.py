@@ -39,14 +39,12 @@ from pathlib import Path
 
 import gpu_report as report
 import torch
+from common import DTYPES, SHAPES, Spread, bytes_of, interleave, spread
 from gpu_peers import (
-    DTYPES,
-    SHAPES,
     Floor,
     Peer,
     Problem,
     build_libraries,
-    bytes_of,
     check,
     compile_peers,
     eager_peers,
@@ -57,7 +55,7 @@ from gpu_peers import (
     triton_peers,
 )
 from gpu_report import GRAPH, HOT, PLAIN, SINGLE, SINGLE_HOT, SMALL, Results, Row
-from gpu_timing import Call, Spread, Timer, host_seconds, interleave, spread
+from gpu_timing import Call, Timer, host_seconds
 
 TOKENS = [1, 8, 64, 256, 1024, 4096, 16384, 65536]
 QUICK_TOKENS = [1, 1024, 16384]  # of all but the first shape and dtype

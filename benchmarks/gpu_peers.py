@@ -13,16 +13,14 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+from common import DTYPES, ROPE_BASE, SHAPES, bytes_of, eager, eager_with_angles, rotated
 from gpu_timing import Call
 from torch import Tensor
 
 import torch_ropepool
 
 HERE = Path(__file__).parent
-SHAPES = {"Llama-3-8B": (32, 8, 128), "Qwen 40/8": (40, 8, 128), "SmolLM2-135M": (9, 3, 64)}
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 POOL_SIZE = 131072
-ROPE_BASE = 500000.0
 UNTOUCHED = 7.0  # what the checks fill pools with
 PEER_TOLERANCE = 3e-2  # of a head, relative: cosines in bfloat16, or angles in float32 at position 131071
 
@@ -78,12 +76,6 @@ class Problem:
     @property
     def bytes(self) -> int:
         return bytes_of(self.shape, self.dtype, self.num_tokens)
-
-
-def bytes_of(shape: str, dtype: str, num_tokens: int) -> int:
-    """q, k and v are read; q_rot, k_rot and both pools' rows are written."""
-    heads, kv_heads, head_dim = SHAPES[shape]
-    return (2 * heads + 5 * kv_heads) * head_dim * DTYPES[dtype].itemsize * num_tokens
 
 
 def make_pools(shape: str, dtype: str, device: str = "cuda") -> tuple[Tensor, Tensor]:
@@ -215,35 +207,6 @@ class Floor:
         ]
 
 
-def eager(
-    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What models do: cosines and sines made once for all layers, half-split rotation, index_copy_."""
-
-    def turn(t: Tensor) -> Tensor:
-        first, second = t.chunk(2, dim=-1)
-        return t * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
-
-    q_rot, k_rot = turn(q), turn(k)
-    k_pool.index_copy_(0, slots, k_rot)
-    v_pool.index_copy_(0, slots, v)
-    return q_rot, k_rot
-
-
-def eager_with_angles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-) -> tuple[Tensor, Tensor]:
-    angles = (positions.float()[:, None] * inv_freq).repeat(1, 2)
-    return eager(q, k, v, slots, k_pool, v_pool, angles.cos().to(q.dtype), angles.sin().to(q.dtype))
-
-
 def eager_peers(problem: Problem) -> list[Peer]:
     return [Peer("eager torch", False, {"": lambda x: eager(*x.torch_args(x.cos, x.sin))})]
 
@@ -310,9 +273,9 @@ def check(problem: Problem, peer: Peer, call: Call) -> float:
     result = call(given)
     q_rot, k_rot = (given.q, given.k) if peer.in_place else result[:2]
     error = 0.0
-    for source, rotated in ((x.q, q_rot), (x.k, k_rot)):
-        expected = source.double() if peer.is_copy else _rotated(source, x.positions)
-        off = (rotated.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    for source, got in ((x.q, q_rot), (x.k, k_rot)):
+        expected = source.double() if peer.is_copy else rotated(source, x.positions)
+        off = (got.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         error = max(error, off.max().nan_to_num(math.inf).item())
     if error > peer.tolerance:
         raise AssertionError(f"{peer.name}: off by {error:.2g}, more than {peer.tolerance:.2g}")
@@ -321,16 +284,6 @@ def check(problem: Problem, peer: Peer, call: Call) -> float:
         if not torch.equal(pool, expected):
             raise AssertionError(f"{peer.name}: a pool holds other rows than it should")
     return error
-
-
-def _rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """In float64."""
-    head_dim = x.shape[-1]
-    exponents = torch.arange(0, head_dim, 2, device=x.device, dtype=torch.float64) / head_dim
-    angles = positions.double()[:, None, None] * ROPE_BASE**-exponents
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.double().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 # ---- The libraries

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from gpu_timing import Spread
+from common import Spread, markdown
 
 LARGE_BARS = {1024: 0.90, 4096: 0.92, 16384: 0.95, 65536: 0.95}  # of the copy's rate
 SMALL_BAR = 1.15  # times the copy
@@ -68,11 +68,6 @@ def write(results: Results, folder: Path) -> None:
     text = "\n\n".join(tables(results))
     (folder / "tables.md").write_text(text + "\n")
     print(text)
-
-
-def markdown(header: str, lines: Iterable[Iterable[str]]) -> str:
-    columns = header.split(" | ")
-    return "\n".join("| " + " | ".join(line) + " |" for line in [columns, ["---"] * len(columns), *lines])
 
 
 def tables(results: Results) -> Iterator[str]:

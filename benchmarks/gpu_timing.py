@@ -5,28 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 Call = Callable[[Any], Any]  # on one of a problem's inputs
 HEAD_START = 400_000  # cycles that the GPU waits, so that the host has launched all by then
-
-
-class Spread(NamedTuple):
-    """The median and the middle half."""
-
-    low: float
-    median: float
-    high: float
-
-    def text(self, scale: float = 1e6, digits: int = 2) -> str:
-        low, median, high = (f"{scale * value:.{digits}f}" for value in self)
-        return f"{median} ({low}-{high})"
-
-
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
 class Timer:
@@ -96,14 +80,3 @@ def host_seconds(call: Callable[[], object], count: int = 200) -> float:
         times.append(time.perf_counter() - begin)
     torch.cuda.synchronize()
     return statistics.median(times)
-
-
-def interleave(measures: dict[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
-    """Every measure once a round, so that what else happens hits all; each round begins with another."""
-    names = list(measures)
-    times: dict[Any, list[float]] = {name: [] for name in names}
-    for i in range(rounds):
-        start = i % len(names)
-        for name in names[start:] + names[:start]:
-            times[name].append(measures[name]())
-    return times
