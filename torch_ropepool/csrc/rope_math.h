@@ -312,6 +312,25 @@ struct WordOf {
   }
 };
 
+#if !defined(__CUDA_ARCH__) && !defined(__METAL_VERSION__)
+// Of results of arithmetic on bfloat16: their NaNs are quiet, and zero below the upper half, where
+// rounding leaves them alone. So they need no care.
+template <>
+struct WordOf<BFloat16> {
+  static ROPE_POOL_FN float low(u32 word) { return float_of(word << 16); }
+  static ROPE_POOL_FN float high(u32 word) { return float_of(word & 0xffff0000u); }
+  static ROPE_POOL_FN u32 store(float low, float high) {
+    return (rounded(low) >> 16) | (rounded(high) & 0xffff0000u);
+  }
+
+ private:
+  static ROPE_POOL_FN u32 rounded(float x) {
+    u32 bits = bits_of(x);
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
+  }
+};
+#endif
+
 #if defined(__CUDA_ARCH__)
 template <>
 struct WordOf<BFloat16> {
