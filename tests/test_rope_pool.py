@@ -144,6 +144,20 @@ def test_float16_subnormals_survive_a_flush_to_zero_mode():
         torch.set_flush_denormal(False)
 
 
+@pytest.mark.parametrize("scaling", [1.0, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_pattern_of_16_bits_turns_alike_by_any_loop(dtype, scaling):
+    """Contiguous rows go two elements to a word, strided ones by themselves. NaN payloads are bits too."""
+    patterns = torch.arange(2**16).to(torch.int16).view(512, 2, 64)
+    for other in (0x3F80, 0x7F80, 0x7FC1, -0x7F, 0x0001, 0x7C01):
+        both = torch.stack([patterns, torch.full_like(patterns, other)], dim=2)
+        rows = torch.cat([both, both.flip(2)]).reshape(1024, 2, 128).view(dtype)
+        call = make_sample(len(rows), 2, 2, 128, len(rows), dtype=dtype, max_position=2**20)
+        call = call.with_(q=rows, k=rows, attention_scaling=scaling)
+        strided = call.with_(q=laid_out(rows, "every_other_feature"))
+        assert_same_bits(call.run()[0], strided.run()[0])
+
+
 @every_op
 @every_dtype
 def test_nan_stays_nan_in_its_pair(op, dtype):
