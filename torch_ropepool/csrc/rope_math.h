@@ -261,10 +261,11 @@ struct BFloat16 {
   static ROPE_POOL_FN float load(u16 x) { return float_of((u32)x << 16); }
   static ROPE_POOL_FN u16 store(float x) {
     u32 bits = bits_of(x);
-    u32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
     u32 quiet_nan = bits | 0x400000u;
-    return (u16)(((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded) >> 16);
+    return (u16)(((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded(bits)) >> 16);
   }
+  // A number's upper half rounded to nearest even, the lower half left as it comes out.
+  static ROPE_POOL_FN u32 rounded(u32 bits) { return bits + 0x7fffu + ((bits >> 16) & 1u); }
 };
 
 struct Float16 {
@@ -320,13 +321,9 @@ struct WordOf<BFloat16> {
   static ROPE_POOL_FN float low(u32 word) { return float_of(word << 16); }
   static ROPE_POOL_FN float high(u32 word) { return float_of(word & 0xffff0000u); }
   static ROPE_POOL_FN u32 store(float low, float high) {
-    return (rounded(low) >> 16) | (rounded(high) & 0xffff0000u);
-  }
-
- private:
-  static ROPE_POOL_FN u32 rounded(float x) {
-    u32 bits = bits_of(x);
-    return bits + 0x7fffu + ((bits >> 16) & 1u);
+    u32 low_bits = BFloat16::rounded(bits_of(low));
+    u32 high_bits = BFloat16::rounded(bits_of(high));
+    return (low_bits >> 16) | (high_bits & 0xffff0000u);
   }
 };
 #endif
