@@ -9,7 +9,7 @@ TORCH_VERSIONS ?= 2.10 2.11 2.12 2.13 2.14
 BUILD_FILES := pyproject.toml setup.py tools/build_config.py tools/embed_shader.py
 CXX_SOURCES := $(shell find torch_ropepool examples tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal')
 
-.PHONY: demo test mutations torch-versions lint format wheel-macos clean
+.PHONY: demo test mutations asan ubsan torch-versions lint format wheel-macos clean
 
 demo: .venv/weights
 	$(BIN)/python examples/generate.py
@@ -17,9 +17,16 @@ demo: .venv/weights
 test: .venv/weights
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-# Faults planted one at a time in a copy of the tree, and the test that notices each: about half an hour.
+# Faults planted one at a time in a copy of the tree, and the test that notices each.
 mutations: .venv/built
 	$(BIN)/python tools/mutation_table.py
+
+# The tests of the CPU kernel with AddressSanitizer, or UndefinedBehaviorSanitizer, in the library. Linux.
+asan: .venv/built
+	$(BIN)/python tools/sanitize.py address
+
+ubsan: .venv/built
+	$(BIN)/python tools/sanitize.py undefined
 
 # One wheel on each of these, in an environment that is deleted after its run: up to 7 GB.
 torch-versions: .venv/built

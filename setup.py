@@ -23,6 +23,7 @@ import build_config  # noqa: E402
 from embed_shader import write_header  # noqa: E402
 
 COMPILE_ARGS = build_config.compile_args(sys.platform)
+SANITIZER_ARGS = build_config.sanitizer_args(sys.platform)
 CUDA_LIBRARY = "torch_ropepool.librope_pool_cuda"
 CUDA_ARCHITECTURES = ("sm_80", "sm_90", "compute_90")  # the last is PTX, for what comes later
 
@@ -91,7 +92,8 @@ setup(
             py_limited_api=True,  # link no Python
             define_macros=list(build_config.MACROS.items()),
             include_dirs=[str(ROOT / build_config.SHADER_HEADER.parent)],
-            extra_compile_args=COMPILE_ARGS,
+            extra_compile_args=COMPILE_ARGS + SANITIZER_ARGS,
+            extra_link_args=SANITIZER_ARGS,
         )
     ],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": build_config.PlatformWheel},

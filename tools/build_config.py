@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 
 try:  # part of setuptools since 70.1
@@ -19,6 +21,8 @@ LIBRARY_SUFFIXES = {"win32": ".dll", "darwin": ".dylib"}  # elsewhere .so
 CSRC = Path("torch_ropepool/csrc")
 METAL = Path("torch_ropepool/metal")
 SHADER_HEADER = Path("build/generated/rope_pool_shader.h")  # made by embed_shader.py
+
+SANITIZERS = ("address", "undefined")
 
 # What every library with kernels is made of.
 COMMON_SOURCES = [
@@ -44,6 +48,18 @@ def sources(platform: str) -> list[Path]:
         CSRC / "refusals.cpp",
         *([*GPU_SOURCES, METAL / "rope_pool_mps.cpp"] if platform == "darwin" else []),
     ]
+
+
+def sanitizer_args(platform: str) -> list[str]:
+    """For compiling and linking. TORCH_ROPEPOOL_SANITIZE names the sanitizer; unset or empty: none."""
+    name = os.environ.get("TORCH_ROPEPOOL_SANITIZE", "")
+    if name not in ("", *SANITIZERS):
+        sys.exit(f"TORCH_ROPEPOOL_SANITIZE must be one of {', '.join(SANITIZERS)}, got {name}")
+    if name and platform != "linux":
+        sys.exit(f"TORCH_ROPEPOOL_SANITIZE works on Linux only, got {name}")
+    return (
+        [f"-fsanitize={name}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"] if name else []
+    )
 
 
 def compile_args(platform: str) -> list[str]:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MINUTES = 15  # for one run of the tests, here 1 to 3
+MINUTES = 30  # at most, for one run of the tests
+TEST_ID = r"tests/\S+?::\w+(?:\[.*?\](?=\s|$))?"  # parameters may have spaces
 
 CONTRACT = "torch_ropepool/csrc/contract.cpp"
 CPU = "torch_ropepool/csrc/cpu/rope_pool_cpu.cpp"
@@ -262,13 +263,13 @@ def failing_test(tests: tuple[str, ...], root: Path) -> str | None:
     result = run(["-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", *tests], root)
     if result.returncode == 0:
         return None
-    if found := re.search(r"^FAILED (\S+)", result.stdout, re.MULTILINE):
+    if found := re.search(rf"^FAILED ({TEST_ID})", result.stdout, re.MULTILINE):
         return found[1]
     # A crash ends the output after the id of the test. Anything else is a broken run, such as a fault
     # that the emulator cannot compile.
-    started = re.findall(r"^(tests/\S+::\S+) *(.*)$", result.stdout, re.MULTILINE)
+    started = re.findall(rf"^{TEST_ID}", result.stdout, re.MULTILINE)
     if result.returncode < 0 and started:
-        return f"{started[-1][0]} (crash: signal {-result.returncode})"
+        return f"{started[-1]} (crash: signal {-result.returncode})"
     sys.exit(f"the tests did not run:\n{result.stdout[-4000:]}")
 
 
