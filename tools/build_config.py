@@ -57,9 +57,10 @@ def sanitizer_args(platform: str) -> list[str]:
         sys.exit(f"TORCH_ROPEPOOL_SANITIZE must be one of {', '.join(SANITIZERS)}, got {name}")
     if name and platform != "linux":
         sys.exit(f"TORCH_ROPEPOOL_SANITIZE works on Linux only, got {name}")
-    return (
-        [f"-fsanitize={name}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"] if name else []
-    )
+    if not name:
+        return []
+    # Python's own flags may bring -fwrapv, with which no overflow of a signed integer is reported.
+    return [f"-fsanitize={name}", "-fno-sanitize-recover=all", "-fno-wrapv", "-fno-omit-frame-pointer", "-g1"]
 
 
 def compile_args(platform: str) -> list[str]:
