@@ -5,11 +5,12 @@ BIN := .venv/bin
 # The release that development is pinned to. An open range may bring gigabytes of CUDA.
 TORCH := torch==2.13.0
 TORCH_VERSIONS ?= 2.10 2.11 2.12 2.13 2.14
+FUZZ_CASES ?= 200000
 
 BUILD_FILES := pyproject.toml setup.py tools/build_config.py tools/embed_shader.py
 CXX_SOURCES := $(shell find torch_ropepool examples tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal')
 
-.PHONY: demo test mutations asan ubsan torch-versions lint format wheel-macos clean
+.PHONY: demo test fuzz mutations asan ubsan torch-versions lint format wheel-macos clean
 
 demo: .venv/weights
 	$(BIN)/python examples/generate.py
@@ -27,6 +28,10 @@ asan: .venv/built
 
 ubsan: .venv/built
 	$(BIN)/python tools/sanitize.py undefined
+
+# Random calls. It prints its seed; `make fuzz FUZZ_SEED=...` makes the same ones again.
+fuzz: .venv/built
+	PYTHONPATH=tools:tests $(BIN)/python -W ignore tests/fuzz/fuzz.py --cases $(FUZZ_CASES) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
 
 # One wheel on each of these, in an environment that is deleted after its run: up to 7 GB.
 torch-versions: .venv/built

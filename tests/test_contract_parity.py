@@ -271,6 +271,14 @@ VARIANTS: list[Callable[[random.Random, CallSpec], None]] = [
 ]
 
 
+def share_buffers(spec: CallSpec) -> None:
+    """A buffer has one device and is cut once."""
+    for view in spec.views.values():
+        sharing = [other for other in spec.views.values() if other.buffer == view.buffer]
+        view.device = sharing[0].device
+        view.storage_bytes = next((v.storage_bytes for v in sharing if v.storage_bytes is not None), None)
+
+
 def random_spec(r: random.Random) -> CallSpec:
     spec = make_spec(
         num_tokens=r.choice([0, 1, 2, 3, 5]),
@@ -286,11 +294,7 @@ def random_spec(r: random.Random) -> CallSpec:
     if not spec.has_variants() or r.random() < 0.5:
         for mutation in r.choices(MUTATIONS, k=r.choice([1, 1, 2, 3])):
             mutation(r, spec)
-    # A buffer has one device and is cut once.
-    for view in spec.views.values():
-        sharing = [other for other in spec.views.values() if other.buffer == view.buffer]
-        view.device = sharing[0].device
-        view.storage_bytes = next((v.storage_bytes for v in sharing if v.storage_bytes is not None), None)
+    share_buffers(spec)
     if all(view.device == "meta" for view in spec.views.values()):  # no call for the CPU kernel
         for view in spec.views.values():
             view.device = "cpu"

@@ -96,7 +96,7 @@ def cos_sin(
     return attention_scaling * angle.cos(), attention_scaling * angle.sin()
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def turns_of_base(rope_base: float | None, num_pairs: int) -> Tensor:
     """Turns per position, `rope_base ** (-i / num_pairs) / 2 pi` (RoFormer, arXiv 2104.09864, 3.2.2).
 
