@@ -159,7 +159,13 @@ MUTATIONS = [
         "tests/test_contract.py",
     ),
     cpu("write to v_pool not recorded", OPS, "record_write(call.v_pool);", ""),
-    cpu("bfloat16 ties rounded up", MATH, "0x7fffu + ((bits >> 16) & 1u)", "0x8000u"),
+    cpu(
+        "bfloat16 ties rounded up",
+        MATH,
+        "0x7fffu + ((bits >> 16) & 1u)",
+        "0x8000u",
+        "tests/test_rope_math.py",
+    ),
     cpu("negative positions off by a turn's part", MATH, "position < 0 ? low : 0u;", "0u;"),
     cpu(
         "mrope's second run ends too early",
