@@ -313,21 +313,6 @@ struct WordOf {
   }
 };
 
-#if !defined(__CUDA_ARCH__) && !defined(__METAL_VERSION__)
-// Of results of arithmetic on bfloat16: their NaNs are quiet, and zero below the upper half, where
-// rounding leaves them alone. So they need no care.
-template <>
-struct WordOf<BFloat16> {
-  static ROPE_POOL_FN float low(u32 word) { return float_of(word << 16); }
-  static ROPE_POOL_FN float high(u32 word) { return float_of(word & 0xffff0000u); }
-  static ROPE_POOL_FN u32 store(float low, float high) {
-    u32 low_bits = BFloat16::rounded(bits_of(low));
-    u32 high_bits = BFloat16::rounded(bits_of(high));
-    return (low_bits >> 16) | (high_bits & 0xffff0000u);
-  }
-};
-#endif
-
 #if defined(__CUDA_ARCH__)
 template <>
 struct WordOf<BFloat16> {

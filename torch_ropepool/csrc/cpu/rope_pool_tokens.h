@@ -98,6 +98,19 @@ inline u32 word_at(const u16* x) {
 }
 inline void set_word(u16* x, u32 word) { std::memcpy(x, &word, sizeof word); }
 
+// What a rotation gave, as a word. bfloat16 needs no care for NaNs here: after arithmetic on
+// bfloat16 they are quiet, and zero below the upper half, so rounding leaves them alone.
+template <class Element>
+u32 rotated_word(float low, float high) {
+  if constexpr (std::is_same<Element, BFloat16>::value) {
+    const u32 low_bits = BFloat16::rounded(bits_of(low));
+    const u32 high_bits = BFloat16::rounded(bits_of(high));
+    return (low_bits >> 16) | (high_bits & 0xffff0000u);
+  } else {
+    return WordOf<Element>::store(low, high);
+  }
+}
+
 // Pair i is (in[i], in[i + distance]); the tile is split.
 template <class Element>
 void rotate_halves_by_word(const u16* in, u16* out, i64 distance, i64 count,
@@ -111,8 +124,8 @@ void rotate_halves_by_word(const u16* in, u16* out, i64 distance, i64 count,
     const u32 second = word_at(in + 2 * i + distance);
     const Pair<float> even = rotate(Word::low(first), Word::low(second), tile.cos[i], tile.sin[i]);
     const Pair<float> odd = rotate(Word::high(first), Word::high(second), odd_cos[i], odd_sin[i]);
-    set_word(out + 2 * i, Word::store(even.first, odd.first));
-    set_word(out + 2 * i + distance, Word::store(even.second, odd.second));
+    set_word(out + 2 * i, rotated_word<Element>(even.first, odd.first));
+    set_word(out + 2 * i + distance, rotated_word<Element>(even.second, odd.second));
   }
 }
 
@@ -124,7 +137,7 @@ void rotate_neighbors_by_word(const u16* in, u16* out, i64 count, const AngleTil
   for (i64 i = 0; i < count; ++i) {
     const u32 word = word_at(in + 2 * i);
     const Pair<float> rotated = rotate(Word::low(word), Word::high(word), tile.cos[i], tile.sin[i]);
-    set_word(out + 2 * i, Word::store(rotated.first, rotated.second));
+    set_word(out + 2 * i, rotated_word<Element>(rotated.first, rotated.second));
   }
 }
 
