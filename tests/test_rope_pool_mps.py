@@ -228,25 +228,36 @@ def test_which_kernel_a_layout_gets():
     ):
         k_pool, v_pool = buffer.to(torch.bfloat16).unbind(dim)
         kernels[name] = kernel(good.with_(k_pool=k_pool, v_pool=v_pool, page_size=8))
+    for num_tokens in (79, 80):
+        kernels[f"{num_tokens} tokens"] = kernel(make_sample(num_tokens, pool_size=80))
+    for num_tokens in (319, 320):
+        full = make_sample(num_tokens, 8, 8, pool_size=320)
+        kernels[f"{num_tokens} tokens that fill groups"] = kernel(full)
+    kernels["few tokens, many lanes"] = kernel(make_sample(head_dim=520))
     assert_expected_inline(
         "\n".join(f"{name}: {value}" for name, value in kernels.items()),
         """\
-contiguous: bfloat16_common
+contiguous: bfloat16_few_tokens
 q at offset 1: bfloat16_elements
-q at offset 8: bfloat16_common
+q at offset 8: bfloat16_few_tokens
 heads of 72: bfloat16_elements
-heads of 80: bfloat16_common
-float32, heads of 72: float32_common
+heads of 80: bfloat16_few_tokens
+float32, heads of 72: float32_few_tokens
 rotary_dim 20: bfloat16_elements
 interleaved: bfloat16_chunks
-pages: bfloat16_common
-pages apart: bfloat16_chunks""",
+pages: bfloat16_few_tokens
+pages apart: bfloat16_chunks
+79 tokens: float32_few_tokens
+80 tokens: float32_common
+319 tokens that fill groups: float32_few_tokens
+320 tokens that fill groups: float32_common
+few tokens, many lanes: float32_common""",
     )
 
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_offsets_of_32_bits_only_where_they_fit(fits, tmp_path):
-    """The common kernel counts chunks of 16 bytes in 32 bits: rows 64 GiB apart, of a sparse file."""
+    """Common parameters count chunks of 16 bytes in 32 bits: rows 64 GiB apart, of a sparse file."""
     call = make_sample(num_tokens=2, num_kv_heads=1, dtype=torch.bfloat16, pool_size=2)
     row = call.k_pool[0].numel()
     stride = 8 * 2**32 - row - (8 if fits else 0) + 8
@@ -255,7 +266,7 @@ def test_offsets_of_32_bits_only_where_they_fit(fits, tmp_path):
     pools = [memory.as_strided((2, 1, 64), (stride, 64, 1), at) for at in (0, stride + row)]
     spread = call.with_(k_pool=pools[0], v_pool=pools[1])
     (dispatch,) = record(spread).dispatches
-    assert dispatch.kernel.endswith("_common") == fits
+    assert dispatch.kernel.endswith("_few_tokens" if fits else "_chunks")
     want = call.run("_rope_pool_fused")
     for pool, rows in ((pools[0], want[1]), (pools[1], call.v)):
         assert torch.equal(pool[call.slots.long()], rows)
@@ -367,7 +378,7 @@ with metal_emulator.compile_options(lazy={lazy}):
             print(error)
 """
     step = (
-        "compiling the Metal kernel rope_pool_fused_bfloat16_common"
+        "compiling the Metal kernel rope_pool_fused_bfloat16_few_tokens"
         if lazy
         else ("making the Metal shader library")
     )

@@ -38,7 +38,7 @@ devices:              ...
 
 cpu
   contract                                        14 calls   ok
-  accuracy against float64                       228 calls   ok
+  accuracy against float64                       246 calls   ok
   slots out of range                               1 calls   ok
 
 All good.

@@ -186,8 +186,14 @@ MUTATIONS = [
     gpu(
         "32-bit form where offsets do not fit",
         PLAN,
-        "is_common = is_common && has_short_offsets(*t, chunk);",
+        "is_common = is_common && has_short_offsets(*t, kVectorBytes);",
         "",
+    ),
+    gpu(
+        "upper half of an index left out",
+        KERNEL,
+        "(i64)((u64)index.high << 32 | index.low)",
+        "(i64)(u64)index.low",
     ),
     gpu("no barrier", KERNEL, "    ROPE_POOL_BARRIER();\n", ""),
     gpu("lane's second chunk in the wrong place", KERNEL, "f.turns ? turning : 1u;", "turning;"),

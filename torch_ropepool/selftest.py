@@ -148,6 +148,8 @@ def cases() -> Iterator[Case]:
     yield from slot_cases()
     yield from variant_cases()
     yield from value_cases()
+    for dtype in DTYPES:
+        yield from many_token_cases(dtype)
 
 
 def layout_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -242,6 +244,27 @@ def value_cases() -> Iterator[Case]:
         yield make_case("values", f"infinities and large numbers, {dtype}", q=q, dtype=dtype)
         small = torch.full((5, 4, 64), info.smallest_normal / 8).to(dtype)
         yield replace(make_case("values", f"subnormals, {dtype}", q=small, dtype=dtype), has_subnormals=True)
+
+
+def many_token_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """A GPU has one form of the kernel for these, and one for few tokens, which most cases have."""
+    count = 1000
+
+    def case(name: str, **changes: Any) -> Case:
+        heads = {"num_qo_heads": 3, "num_kv_heads": 1, "head_dim": 64, "pool_size": count} | changes
+        return make_case("many tokens", f"{name}, {dtype}", num_tokens=count, dtype=dtype, **heads)
+
+    base = case("one after the other")
+    yield base
+    yield case("rotary_dim 32 of 64", rotary_dim=32)
+    yield case("as many heads of k as of q", num_qo_heads=9, num_kv_heads=9, head_dim=16)
+    yield replace(packed(base, 1), name=f"qkv packed along heads, {dtype}")
+    far = torch.arange(count) * 9223372036854775 * torch.tensor([1, -1]).repeat(count // 2)
+    slots = (torch.arange(2 * count) - count)[::2]
+    yield case("int64 indices with strides", positions=far.repeat_interleave(3)[::3], slots=slots)
+    narrow = (torch.arange(2 * count, dtype=torch.int32) - count)[::2]
+    near = torch.arange(-count, 2 * count, 3, dtype=torch.int32)
+    yield case("int32 indices with strides", positions=near.repeat_interleave(2)[::2], slots=narrow)
 
 
 # ---- Running them

@@ -4,6 +4,9 @@
 // every head: kVec rotary pairs, or features that do not turn. A threadgroup has some lanes of some
 // heads, all of q, or of k, or of v, of some tokens. It makes each angle once, in the group's
 // memory; a thread has one lane of one token, and strides over the group's heads.
+//
+// With few tokens a call takes as long as one thread. The form for that has less to find out: a
+// group has all lanes of one token, and a thread one head.
 #pragma once
 
 #include "rope_pool_params.h"
@@ -227,24 +230,24 @@ ROPE_POOL_FN u64 elements(u32 offset) {
   return (u64)offset * (u64)kVec;
 }
 
-// An index on its way from memory. Extending it to 64 bits waits for it, so that comes last.
+// An index on its way from memory, in words. Making one value of them waits for them, so that comes
+// last.
 struct Index {
-  i64 wide;
-  i32 narrow;
+  u32 low;
+  u32 high;
 };
 
+// `offset` counts words.
 ROPE_POOL_FN Index load_index(ROPE_POOL_DEVICE const void* data, u32 is_int64, i64 offset) {
+  ROPE_POOL_DEVICE const u32* words = (ROPE_POOL_DEVICE const u32*)data + offset;
   Index index;
-  if (is_int64 != 0u) {
-    index.wide = ((ROPE_POOL_DEVICE const i64*)data)[offset];
-  } else {
-    index.narrow = ((ROPE_POOL_DEVICE const i32*)data)[offset];
-  }
+  index.low = words[0];
+  if (is_int64 != 0u) index.high = words[1];
   return index;
 }
 
 ROPE_POOL_FN i64 value_of(Index index, u32 is_int64) {
-  return is_int64 != 0u ? index.wide : (i64)index.narrow;
+  return is_int64 != 0u ? (i64)((u64)index.high << 32 | index.low) : (i64)(i32)index.low;
 }
 
 // A token's positions: one, or a row of three with mrope.
@@ -512,7 +515,9 @@ ROPE_POOL_FN void store_lane(Lane<Bits, kVec> lane, Heads<ROPE_POOL_DEVICE Bits*
 
 // Every thread of a group comes here. `shared`: the group's memory, 2 floats for each of its pairs
 // of each of its tokens. A slot that is negative, or not below pool_size, is not stored.
-template <class Element, int kVec, class Bits, class Params>
+// kFewTokens: at.token is a token, at.lane is one of its lanes and of the group's, and
+// heads_per_thread is 1.
+template <class Element, int kVec, bool kFewTokens, class Bits, class Params>
 ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
                                           ROPE_POOL_UNIFORM const Params& p, u32 num_tokens,
                                           ThreadPosition at, ROPE_POOL_SHARED float* shared) {
@@ -522,10 +527,10 @@ ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
   ROPE_POOL_UNIFORM const typename GpuTypes<Params>::Heads& h = p.heads[is_v ? 2 : (is_q ? 0 : 1)];
   u32 first_head = (at.group - h.first_group) * at.heads_per_group * at.heads_per_thread;
   u32 end_head = first_head + at.heads_per_group * at.heads_per_thread;
-  end_head = end_head < h.num_heads ? end_head : h.num_heads;
+  end_head = !kFewTokens && end_head < h.num_heads ? end_head : h.num_heads;
   u32 head = first_head + at.head_in_group;
-  bool is_token = at.token < num_tokens;
-  bool is_lane = is_token && times(at.lane, (Offset)(2 * kVec)) < p.head_dim;
+  bool is_token = kFewTokens || at.token < num_tokens;
+  bool is_lane = kFewTokens || (is_token && times(at.lane, (Offset)(2 * kVec)) < p.head_dim);
   bool has_work = is_lane && head < end_head;
 
   // First everything that can be asked of memory at once: slot, position, frequency, a head.
@@ -588,13 +593,15 @@ ROPE_POOL_THREAD_FN void rope_pool_thread(RopePoolTensors<Bits> t,
 
   // The next head's loads go ahead of this one's stores, which the compiler may not do by itself:
   // q_rot may be q.
-  while (head < end_head) {
+  for (;;) {
     u32 next_head = head + at.heads_per_group;
+    bool has_next = !kFewTokens && next_head < end_head;
     Lane<Bits, kVec> next;
-    if (next_head < end_head) next = load_lane<Bits, kVec>(in, next_head);
+    if (has_next) next = load_lane<Bits, kVec>(in, next_head);
     if (!is_v && f.turns) lane = Turn<Element, kVec>::apply(lane, is_interleaved(p), angles);
     store_lane(lane, out, head);
     store_lane(lane, pool, head);
+    if (!has_next) break;
     lane = next;
     head = next_head;
   }

@@ -76,11 +76,12 @@ struct GpuParams {
   i64 pool_size;
   i64 page_size;
 
-  // In elements.
+  // In words of 32 bits, of which an index has one or two.
   i64 positions_stride;       //
   i64 slots_stride;           //
   i64 positions_axis_stride;  // of the three rows, with mrope
-  i64 inv_freq_stride;        //
+
+  i64 inv_freq_stride;  // in elements
 
   GpuHeads heads[3];  // q, k, v
 
@@ -111,8 +112,8 @@ struct CommonParams {
   float attention_scaling;
   u32 head_dim;
   u32 num_pairs;
-  u32 positions_stride;  // in elements
-  u32 slots_stride;      // in elements
+  u32 positions_stride;  // in words of 32 bits
+  u32 slots_stride;      // in words of 32 bits
   i64 pool_size;
 
   CommonHeads heads[3];  // q, k, v

@@ -11,6 +11,7 @@ namespace rope_pool {
 namespace {
 
 constexpr i64 kVectorBytes = 16;
+constexpr i64 kWordBytes = 4;
 
 RowStrides row_strides(const TensorView& t) { return {t.strides[0], t.strides[1], t.strides[2]}; }
 
@@ -35,12 +36,12 @@ bool consists_of_chunks(const TensorView& t, i64 chunk) {
   return true;
 }
 
-// Whether every offset in the tensor, in units of so many elements, fits in 32 bits.
+// Whether every offset in the tensor, in units of so many bytes, fits in 32 bits.
 bool has_short_offsets(const TensorView& t, i64 unit) {
   i64 last = 0;
   for (i64 dim = 0; dim < t.ndim; ++dim)
     last += std::max(t.sizes[dim] - 1, i64{0}) * t.strides[dim];
-  return last / unit <= static_cast<i64>(UINT32_MAX);
+  return last * t.itemsize / unit <= static_cast<i64>(UINT32_MAX);
 }
 
 // A stride in chunks. That of a dimension of one is never used, so it may be anything.
@@ -156,9 +157,9 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
   p.keeps_unturned = q_rot.handle == args.q.handle ? 1 : 0;
   const IndexArray positions = index_array(args.positions);
   const IndexArray slots = index_array(args.slots);
-  p.positions_axis_stride = positions.row_stride;
-  p.positions_stride = positions.token_stride;
-  p.slots_stride = slots.token_stride;
+  p.positions_axis_stride = positions.row_stride * args.positions.itemsize / kWordBytes;
+  p.positions_stride = positions.token_stride * args.positions.itemsize / kWordBytes;
+  p.slots_stride = slots.token_stride * args.slots.itemsize / kWordBytes;
   p.positions_are_int64 = positions.is_int64 ? 1 : 0;
   p.slots_are_int64 = slots.is_int64 ? 1 : 0;
   if (has_device_inv_freq(args)) {
@@ -176,12 +177,12 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
   bool has_chunks =
       p.num_pairs % chunk == 0 && (args.head_dim - 2 * p.num_pairs) % (2 * chunk) == 0;
   bool is_common = p.page_size == p.pool_size && !args.interleaved && !args.mrope_section &&
-                   !has_device_inv_freq(args) && has_short_offsets(args.positions, 1) &&
-                   has_short_offsets(args.slots, 1);
+                   !has_device_inv_freq(args) && has_short_offsets(args.positions, kWordBytes) &&
+                   has_short_offsets(args.slots, kWordBytes);
   for (const TensorView* t :
        {&args.q, &args.k, &args.v, &q_rot, &k_rot, &args.k_pool, &args.v_pool}) {
     has_chunks = has_chunks && consists_of_chunks(*t, chunk);
-    is_common = is_common && has_short_offsets(*t, chunk);
+    is_common = is_common && has_short_offsets(*t, kVectorBytes);
   }
   plan.form = !has_chunks ? GpuForm::kElements : is_common ? GpuForm::kCommon : GpuForm::kChunks;
 
@@ -193,17 +194,25 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
   plan.num_tokens = args.num_tokens();
   plan.lanes_per_group = std::min(num_lanes, kThreads);
   plan.lane_groups = divide_up(num_lanes, plan.lanes_per_group);
+  const bool few_tokens = plan.num_tokens < enough_groups / 4;
+  // Measured: where a token's heads fill groups, the form for few tokens pays for longer.
+  const bool fills_groups = num_kv_heads * num_lanes >= kThreads;
+  if (plan.form == GpuForm::kCommon && plan.lane_groups == 1 &&
+      (few_tokens || (fills_groups && plan.num_tokens < enough_groups))) {
+    plan.form = GpuForm::kFewTokens;
+  }
+  const bool is_few = plan.form == GpuForm::kFewTokens;
   // All of k's heads at a time, and q's in a few turns. With few tokens all threads go to one of
   // them, so that each makes few angles.
   const i64 most_heads = std::max(kThreads / plan.lanes_per_group, i64{1});
-  const bool few_tokens = plan.num_tokens < enough_groups / 4;
   const i64 wanted_heads =
-      few_tokens ? std::max(num_qo_heads, num_kv_heads)
-                 : std::max(num_kv_heads, divide_up(num_qo_heads, kMaxHeadsPerThread));
+      few_tokens || is_few ? std::max(num_qo_heads, num_kv_heads)
+                           : std::max(num_kv_heads, divide_up(num_qo_heads, kMaxHeadsPerThread));
   plan.heads_per_group = std::clamp(wanted_heads, i64{1}, most_heads);
   plan.tokens_per_group =
-      std::clamp(kThreads / (plan.lanes_per_group * plan.heads_per_group), i64{1},
-                 std::min(std::max(plan.num_tokens, i64{1}), i64{64}));  // CUDA allows 64
+      is_few ? 1
+             : std::clamp(kThreads / (plan.lanes_per_group * plan.heads_per_group), i64{1},
+                          std::min(std::max(plan.num_tokens, i64{1}), i64{64}));  // CUDA allows 64
   plan.token_groups = divide_up(plan.num_tokens, plan.tokens_per_group);
 
   const auto head_groups = [&](i64 heads_per_thread) {
@@ -211,7 +220,7 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
     return divide_up(num_qo_heads, heads) + 2 * divide_up(num_kv_heads, heads);
   };
   plan.heads_per_thread =
-      std::min(kMaxHeadsPerThread, divide_up(num_qo_heads, plan.heads_per_group));
+      is_few ? 1 : std::min(kMaxHeadsPerThread, divide_up(num_qo_heads, plan.heads_per_group));
   while (plan.heads_per_thread > 1 &&
          head_groups(plan.heads_per_thread) * plan.lane_groups * plan.token_groups <
              enough_groups) {
@@ -227,7 +236,7 @@ GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const Ten
   p.heads[0] = {rope.q, rope.q_rot, {}, num_q, 0};
   p.heads[1] = {rope.k, rope.k_rot, rope.k_pool, num_kv, q_groups};
   p.heads[2] = {rope.v, {}, rope.v_pool, num_kv, q_groups + kv_groups};
-  if (plan.form == GpuForm::kCommon) plan.common_params = common_params(p, chunk);
+  if (plan.form == GpuForm::kCommon || is_few) plan.common_params = common_params(p, chunk);
   return plan;
 }
 

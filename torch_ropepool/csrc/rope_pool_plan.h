@@ -26,16 +26,17 @@ bool check_slots(const IndexArray& slots, i64 num_tokens, i64 pool_size);
 
 // Which of a dtype's kernels: by what a lane's chunks are, and by its parameters.
 enum class GpuForm {
-  kElements,  // chunks of one element
-  kChunks,    // chunks of 16 bytes
-  kCommon,    // the same, with CommonParams
+  kElements,   // chunks of one element
+  kChunks,     // chunks of 16 bytes
+  kCommon,     // the same, with CommonParams
+  kFewTokens,  // the same, and a thread has one head
 };
 
 // How a GPU kernel is launched: rope_pool_kernel.h. A group has lanes x heads x tokens threads.
 struct GpuPlan {
   GpuForm form;
   GpuParams params;
-  CommonParams common_params;  // of the form kCommon, which reads no others
+  CommonParams common_params;  // of the forms kCommon and kFewTokens, which read no others
   i64 num_tokens;
   i64 lanes_per_group;
   i64 heads_per_group;  // at a time

@@ -14,7 +14,7 @@
 using namespace rope_pool;
 
 // Groups and grid: lanes x heads x tokens. Only whole groups are dispatched.
-template <class Element, int kVec, class Params>
+template <class Element, int kVec, bool kFewTokens, class Params>
 [[kernel, max_total_threads_per_threadgroup(ROPE_POOL_THREADS_PER_GROUP)]] void rope_pool_fused(
     device const typename Element::storage* q [[buffer(0)]],
     device const typename Element::storage* k [[buffer(1)]],
@@ -44,35 +44,42 @@ template <class Element, int kVec, class Params>
   tensors.frequencies = frequencies;
 
   ThreadPosition at;
-  at.token = group.z * group_size.z + thread_in_group.z;
-  at.lane = group.x * group_size.x + thread_in_group.x;
+  at.token = kFewTokens ? group.z : group.z * group_size.z + thread_in_group.z;
+  at.lane = kFewTokens ? thread_in_group.x : group.x * group_size.x + thread_in_group.x;
   at.group = group.y;
-  at.token_in_group = thread_in_group.z;
+  at.token_in_group = kFewTokens ? 0u : thread_in_group.z;
   at.lane_in_group = thread_in_group.x;
   at.head_in_group = thread_in_group.y;
   at.lanes_per_group = group_size.x;
   at.heads_per_group = group_size.y;
-  at.heads_per_thread = (u32)heads_per_thread;
-  rope_pool_thread<Element, kVec>(tensors, params, (u32)num_tokens, at, (threadgroup float*)angles);
+  at.heads_per_thread = kFewTokens ? 1u : (u32)heads_per_thread;
+  rope_pool_thread<Element, kVec, kFewTokens>(tensors, params, (u32)num_tokens, at,
+                                              (threadgroup float*)angles);
 }
 
 // clang-format off
 template [[host_name("rope_pool_fused_float16_elements")]] [[kernel]]
-decltype(rope_pool_fused<Float16, 1, GpuParams>) rope_pool_fused<Float16, 1, GpuParams>;
+decltype(rope_pool_fused<Float16, 1, false, GpuParams>) rope_pool_fused<Float16, 1, false, GpuParams>;
 template [[host_name("rope_pool_fused_float16_chunks")]] [[kernel]]
-decltype(rope_pool_fused<Float16, 8, GpuParams>) rope_pool_fused<Float16, 8, GpuParams>;
+decltype(rope_pool_fused<Float16, 8, false, GpuParams>) rope_pool_fused<Float16, 8, false, GpuParams>;
 template [[host_name("rope_pool_fused_float16_common")]] [[kernel]]
-decltype(rope_pool_fused<Float16, 8, CommonParams>) rope_pool_fused<Float16, 8, CommonParams>;
+decltype(rope_pool_fused<Float16, 8, false, CommonParams>) rope_pool_fused<Float16, 8, false, CommonParams>;
+template [[host_name("rope_pool_fused_float16_few_tokens")]] [[kernel]]
+decltype(rope_pool_fused<Float16, 8, true, CommonParams>) rope_pool_fused<Float16, 8, true, CommonParams>;
 template [[host_name("rope_pool_fused_bfloat16_elements")]] [[kernel]]
-decltype(rope_pool_fused<BFloat16, 1, GpuParams>) rope_pool_fused<BFloat16, 1, GpuParams>;
+decltype(rope_pool_fused<BFloat16, 1, false, GpuParams>) rope_pool_fused<BFloat16, 1, false, GpuParams>;
 template [[host_name("rope_pool_fused_bfloat16_chunks")]] [[kernel]]
-decltype(rope_pool_fused<BFloat16, 8, GpuParams>) rope_pool_fused<BFloat16, 8, GpuParams>;
+decltype(rope_pool_fused<BFloat16, 8, false, GpuParams>) rope_pool_fused<BFloat16, 8, false, GpuParams>;
 template [[host_name("rope_pool_fused_bfloat16_common")]] [[kernel]]
-decltype(rope_pool_fused<BFloat16, 8, CommonParams>) rope_pool_fused<BFloat16, 8, CommonParams>;
+decltype(rope_pool_fused<BFloat16, 8, false, CommonParams>) rope_pool_fused<BFloat16, 8, false, CommonParams>;
+template [[host_name("rope_pool_fused_bfloat16_few_tokens")]] [[kernel]]
+decltype(rope_pool_fused<BFloat16, 8, true, CommonParams>) rope_pool_fused<BFloat16, 8, true, CommonParams>;
 template [[host_name("rope_pool_fused_float32_elements")]] [[kernel]]
-decltype(rope_pool_fused<Float32Bits, 1, GpuParams>) rope_pool_fused<Float32Bits, 1, GpuParams>;
+decltype(rope_pool_fused<Float32Bits, 1, false, GpuParams>) rope_pool_fused<Float32Bits, 1, false, GpuParams>;
 template [[host_name("rope_pool_fused_float32_chunks")]] [[kernel]]
-decltype(rope_pool_fused<Float32Bits, 4, GpuParams>) rope_pool_fused<Float32Bits, 4, GpuParams>;
+decltype(rope_pool_fused<Float32Bits, 4, false, GpuParams>) rope_pool_fused<Float32Bits, 4, false, GpuParams>;
 template [[host_name("rope_pool_fused_float32_common")]] [[kernel]]
-decltype(rope_pool_fused<Float32Bits, 4, CommonParams>) rope_pool_fused<Float32Bits, 4, CommonParams>;
+decltype(rope_pool_fused<Float32Bits, 4, false, CommonParams>) rope_pool_fused<Float32Bits, 4, false, CommonParams>;
+template [[host_name("rope_pool_fused_float32_few_tokens")]] [[kernel]]
+decltype(rope_pool_fused<Float32Bits, 4, true, CommonParams>) rope_pool_fused<Float32Bits, 4, true, CommonParams>;
 // clang-format on

@@ -41,14 +41,15 @@ void check(AOTITorchError status, const std::string& what) {
 AOTIMetalKernelFunctionHandle kernel_function(DType dtype, GpuForm form) {
   static std::mutex mutex;
   static AOTIMetalShaderLibraryHandle library = nullptr;
-  static std::array<AOTIMetalKernelFunctionHandle, 9> functions{};
+  static constexpr std::array<const char*, 3> kDTypes = {"float16", "bfloat16", "float32"};
+  static constexpr std::array<const char*, 4> kForms = {"elements", "chunks", "common",
+                                                        "few_tokens"};
+  static std::array<AOTIMetalKernelFunctionHandle, kDTypes.size() * kForms.size()> functions{};
 
-  static constexpr const char* kDTypes[] = {"float16", "bfloat16", "float32"};
-  static constexpr const char* kForms[] = {"elements", "chunks", "common"};
   const std::size_t type = dtype == DType::kFloat16 ? 0 : dtype == DType::kBFloat16 ? 1 : 2;
   const auto form_index = static_cast<std::size_t>(form);
   const std::lock_guard<std::mutex> lock(mutex);
-  AOTIMetalKernelFunctionHandle& function = functions[3 * type + form_index];
+  AOTIMetalKernelFunctionHandle& function = functions[kForms.size() * type + form_index];
   if (function != nullptr) return function;
 
   const std::string name =
@@ -109,7 +110,9 @@ struct Bytes {
 
 // Those that the plan's kernel reads.
 Bytes params_of(const GpuPlan& plan) {
-  if (plan.form == GpuForm::kCommon) return {&plan.common_params, sizeof plan.common_params};
+  if (plan.form == GpuForm::kCommon || plan.form == GpuForm::kFewTokens) {
+    return {&plan.common_params, sizeof plan.common_params};
+  }
   return {&plan.params, sizeof plan.params};
 }
 

@@ -25,22 +25,35 @@ struct CudaArgs {
   Params params;
 };
 
+// Asks for all of a kernel's arguments at once. They are in constant memory, which is cold at each
+// launch; a thread that comes to its lines one after the other waits for each.
+template <class Args>
+__device__ void fetch_arguments(const Args& args) {
+  constexpr u32 kLineBytes = 64;
+  constexpr u32 kLines = (sizeof(Args) + kLineBytes - 1) / kLineBytes;
+  const u32 line = threadIdx.x % kLines;
+  const u32 word = reinterpret_cast<const u32*>(&args)[line * (kLineBytes / sizeof(u32))];
+  if (word == 0xffffffffu) __nanosleep(0);  // does nothing, but without a use there is no load
+}
+
 // The grid is tokens x lanes x heads: only its first dimension may be large.
-template <class Element, int kVec, class Params>
+template <class Element, int kVec, bool kFewTokens, class Params>
 __global__ void __launch_bounds__(ROPE_POOL_THREADS_PER_GROUP, kGroupsPerProcessor)
     rope_pool(const __grid_constant__ CudaArgs<typename Element::storage, Params> args) {
   __shared__ alignas(16) float angles[ROPE_POOL_ANGLES(kVec)];
+  if (kFewTokens) fetch_arguments(args);
   ThreadPosition at;
-  at.token = blockIdx.x * blockDim.z + threadIdx.z;
-  at.lane = blockIdx.y * blockDim.x + threadIdx.x;
+  at.token = kFewTokens ? blockIdx.x : blockIdx.x * blockDim.z + threadIdx.z;
+  at.lane = kFewTokens ? threadIdx.x : blockIdx.y * blockDim.x + threadIdx.x;
   at.group = blockIdx.z;
-  at.token_in_group = threadIdx.z;
+  at.token_in_group = kFewTokens ? 0 : threadIdx.z;
   at.lane_in_group = threadIdx.x;
   at.head_in_group = threadIdx.y;
   at.lanes_per_group = blockDim.x;
   at.heads_per_group = blockDim.y;
-  at.heads_per_thread = args.heads_per_thread;
-  rope_pool_thread<Element, kVec>(args.tensors, args.params, args.num_tokens, at, angles);
+  at.heads_per_thread = kFewTokens ? 1 : args.heads_per_thread;
+  rope_pool_thread<Element, kVec, kFewTokens>(args.tensors, args.params, args.num_tokens, at,
+                                              angles);
 }
 
 void check_cuda(cudaError_t status, const char* what) {
@@ -127,7 +140,7 @@ const void* device_table(const std::shared_ptr<const FrequencyTable>& table, con
   return last.memory;
 }
 
-template <class Element, int kVec, class Params>
+template <class Element, int kVec, bool kFewTokens, class Params>
 void launch_kernel(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot,
                    const GpuPlan& plan, const Params& params, const void* frequencies) {
   using Bits = typename Element::storage;
@@ -156,7 +169,7 @@ void launch_kernel(const RopePoolArgs& args, const TensorView& q_rot, const Tens
   const dim3 group(static_cast<unsigned>(plan.lanes_per_group),
                    static_cast<unsigned>(plan.heads_per_group),
                    static_cast<unsigned>(plan.tokens_per_group));
-  rope_pool<Element, kVec, Params>
+  rope_pool<Element, kVec, kFewTokens, Params>
       <<<grid, group, 0, static_cast<cudaStream_t>(stream)>>>(kernel_args);
   check_cuda(cudaGetLastError(), "the kernel's launch");
 }
@@ -166,12 +179,16 @@ void launch_kernel(const RopePoolArgs& args, const TensorView& q_rot, const Tens
                    const GpuPlan& plan, const void* frequencies) {
   switch (plan.form) {
     case GpuForm::kElements:
-      return launch_kernel<Element, 1>(args, q_rot, k_rot, plan, plan.params, frequencies);
+      return launch_kernel<Element, 1, false>(args, q_rot, k_rot, plan, plan.params, frequencies);
     case GpuForm::kChunks:
-      return launch_kernel<Element, kVec>(args, q_rot, k_rot, plan, plan.params, frequencies);
+      return launch_kernel<Element, kVec, false>(args, q_rot, k_rot, plan, plan.params,
+                                                 frequencies);
     case GpuForm::kCommon:
-      return launch_kernel<Element, kVec>(args, q_rot, k_rot, plan, plan.common_params,
-                                          frequencies);
+      return launch_kernel<Element, kVec, false>(args, q_rot, k_rot, plan, plan.common_params,
+                                                 frequencies);
+    case GpuForm::kFewTokens:
+      return launch_kernel<Element, kVec, true>(args, q_rot, k_rot, plan, plan.common_params,
+                                                frequencies);
   }
 }
 
