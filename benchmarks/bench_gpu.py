@@ -11,6 +11,16 @@ sizes, the rest with dynamic ones); a Triton kernel of the same job, and one tha
 before and rounded to q's dtype, as eager torch does. Of the copy and of Triton's kernels
 many variants are tried and the fastest few timed with the rest; the best of those counts.
 
+Other projects' CUDA kernels too, where a checkout of theirs is given; nothing of theirs is in this tree.
+Their tables of cosines and sines are made before, for all positions.
+
+--flashinfer  RoPE, then the paged KV cache: two kernels, with the angles inside or a float32 table.
+              v0.6.9 builds with CUDA 13.0; later ones want a newer CCCL (--include).
+--sglang      One kernel for both, in place, with a float32 table; also as sglang launches it: a launch may
+              begin before the one before it has ended. Wants tvm-ffi's headers (--include). v0.5.23 builds.
+--vllm        RoPE in place, then the KV cache: two kernels, with a table of q's dtype. Wants cuBLAS's
+              headers, from CUDA or --include. v0.33.0 builds.
+
 Method: within a round every peer runs once; the tables have medians and middle halves of the rounds, and
 ratios are taken within rounds. A time is of a node of a CUDA graph between two events, unless a table
 says plain launches: those are a Python loop's. Cold: each node has its own inputs and outputs, of
@@ -56,6 +66,7 @@ from gpu_peers import (
 )
 from gpu_report import GRAPH, HOT, PLAIN, SINGLE, SINGLE_HOT, SMALL, Results, Row
 from gpu_timing import Call, Timer, host_seconds
+from gpu_vendors import VENDORS, Builds, Wrapper
 
 TOKENS = [1, 8, 64, 256, 1024, 4096, 16384, 65536]
 QUICK_TOKENS = [1, 1024, 16384]  # of all but the first shape and dtype
@@ -67,16 +78,20 @@ Candidates = dict[tuple[str, str], Call]  # by peer and candidate
 
 
 class Bench:
-    def __init__(self, options: argparse.Namespace, floor: Floor, notes: list[str]) -> None:
+    def __init__(
+        self, options: argparse.Namespace, floor: Floor, vendors: list[Wrapper], notes: list[str]
+    ) -> None:
         self.options = options
         self.rounds = 11 if options.quick else 21
         self.floor = floor
+        self.vendors = vendors
         self.timer = Timer()
         self.notes = notes
         self.fastest: dict[tuple[object, ...], list[str]] = {}
 
     def peers(self, problem: Problem, is_first: bool) -> list[Peer]:
-        wanted = self.options.peers if is_first or not self.options.quick else []
+        in_full = is_first or not self.options.quick
+        wanted = self.options.peers if in_full else []
         peers = [*op_peers(problem), *self.floor.peers(problem)]
         if "triton" in wanted:
             peers += triton_peers(problem)
@@ -84,6 +99,9 @@ class Bench:
             peers += eager_peers(problem)
         if "compile" in wanted:
             peers += compile_peers(problem, static=is_first and not self.options.quick)
+        if in_full:
+            for vendor in self.vendors:
+                peers += vendor.peers(problem)
         return peers
 
     def measure(self, problem: Problem, peers: list[Peer]) -> Iterator[Row]:
@@ -242,6 +260,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", nargs="*", default=list(PEERS), choices=PEERS, help="besides the op and the copy"
     )
+    for vendor in VENDORS:
+        parser.add_argument(f"--{vendor.stem}", type=Path, metavar="DIR", help=f"a checkout of {vendor.name}")
+    parser.add_argument(
+        "--include", type=Path, nargs="+", default=[], metavar="DIR", help="more headers for those"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds, few sizes of most shapes")
     parser.add_argument("--seconds", type=float, default=480, help="after so many no problem is begun")
     parser.add_argument("--out", type=Path, default=Path("build/bench_gpu"), help="folder of the results")
@@ -260,12 +283,16 @@ def plan(options: argparse.Namespace) -> Iterator[tuple[str, str, list[int], boo
 
 def run(options: argparse.Namespace, folder: Path, results: Results) -> None:
     start = time.perf_counter()
-    floor, why_no_empty_op = build_libraries(folder)
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    checkouts = {vendor.stem: getattr(options, vendor.stem) for vendor in VENDORS}
+    builds = Builds(checkouts, options.include, folder, arch)
+    floor, why_no_empty_op = build_libraries(folder, arch)
+    vendors = builds.finish(options.dtypes, results.notes)
     if why_no_empty_op:
         results.notes.append(f"no empty op to compare the host's time with: {why_no_empty_op}")
     if "triton" in options.peers and "triton" not in results.versions:
         results.notes.append("no Triton kernel: triton is not installed")
-    bench = Bench(options, floor, results.notes)
+    bench = Bench(options, floor, vendors, results.notes)
     results.nodes = bench.empty_nodes()
     measure_host(results, not why_no_empty_op, bench.rounds)
     for shape, dtype, tokens, is_first in plan(options):

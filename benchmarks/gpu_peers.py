@@ -1,4 +1,7 @@
-"""What the GPU benchmark compares: the op, the copy of the same bytes, eager torch, torch.compile, Triton."""
+"""What the GPU benchmark compares: the op, the copy of the same bytes, eager torch, torch.compile, Triton.
+
+Other projects' kernels are in gpu_vendors.py.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ import torch_ropepool
 
 HERE = Path(__file__).parent
 POOL_SIZE = 131072
+MAX_POSITION = 131071
 UNTOUCHED = 7.0  # what the checks fill pools with
-PEER_TOLERANCE = 3e-2  # of a head, relative: cosines in bfloat16, or angles in float32 at position 131071
+PEER_TOLERANCE = 3e-2  # of a head, relative: cosines in bfloat16, or angles in float32 at MAX_POSITION
 
 
 # ---- The problem
@@ -41,7 +45,8 @@ class Inputs:
     v_pool: Tensor
     q_out: Tensor  # of the copy
     k_out: Tensor
-    long_slots: Tensor  # index_copy_ takes no others
+    long_slots: Tensor  # index_copy_ takes no others, nor does vLLM
+    long_positions: Tensor
     cos: Tensor  # [num_tokens, head_dim], of q's dtype
     sin: Tensor
     inv_freq: Tensor  # float32
@@ -104,7 +109,7 @@ def make_problem(
             torch.randn(num_tokens, n, head_dim, dtype=kind, device=device)
             for n in (heads, kv_heads, kv_heads)
         )
-        positions = torch.randint(0, 131072, (num_tokens,), dtype=torch.int32, device=device)
+        positions = torch.randint(0, MAX_POSITION + 1, (num_tokens,), dtype=torch.int32, device=device)
         slots = torch.randperm(POOL_SIZE, device=device)[:num_tokens]
         angles = (positions.double()[:, None] * inv_freq).repeat(1, 2)
         return Inputs(
@@ -117,6 +122,7 @@ def make_problem(
             q_out=torch.empty_like(q),
             k_out=torch.empty_like(k),
             long_slots=slots.clone(),
+            long_positions=positions.long(),
             cos=angles.cos().to(kind),
             sin=angles.sin().to(kind),
             inv_freq=inv_freq.float(),
@@ -296,8 +302,8 @@ def build_libraries(folder: Path, arch: str = "native") -> tuple[Floor, str]:
     torch_flags = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]
     torch_flags += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     torch_flags += ["-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
-    floor = _nvcc(folder, "gpu_floor", arch)
-    empty_op = _nvcc(folder, "gpu_empty_op", arch, *torch_flags)
+    floor = nvcc(folder, "gpu_floor", arch, "-std=c++17")
+    empty_op = nvcc(folder, "gpu_empty_op", arch, "-std=c++17", *torch_flags)
     _, floor_errors = floor.communicate()
     if floor.returncode != 0:
         raise RuntimeError(floor_errors)
@@ -311,8 +317,8 @@ def build_libraries(folder: Path, arch: str = "native") -> tuple[Floor, str]:
     return Floor(folder / "gpu_floor.so"), why_no_empty_op
 
 
-def _nvcc(folder: Path, name: str, arch: str, *flags: str) -> subprocess.Popen[str]:
-    command = ["nvcc", "-O3", "-std=c++17", f"-arch={arch}", "-shared", "-Xcompiler", "-fPIC"]
+def nvcc(folder: Path, name: str, arch: str, *flags: str) -> subprocess.Popen[str]:
+    command = ["nvcc", "-O3", f"-arch={arch}", "-shared", "-Xcompiler", "-fPIC"]
     command += ["-o", str(folder / f"{name}.so"), str(HERE / f"{name}.cu"), *flags]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
