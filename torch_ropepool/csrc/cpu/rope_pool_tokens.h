@@ -101,7 +101,7 @@ inline void set_word(u16* x, u32 word) { std::memcpy(x, &word, sizeof word); }
 // What a rotation gave, as a word. bfloat16 needs no care for NaNs here: after arithmetic on
 // bfloat16 they are quiet, and zero below the upper half, so rounding leaves them alone.
 template <class Element>
-u32 rotated_word(float low, float high) {
+ROPE_POOL_FN u32 rotated_word(float low, float high) {
   if constexpr (std::is_same<Element, BFloat16>::value) {
     const u32 low_bits = BFloat16::rounded(bits_of(low));
     const u32 high_bits = BFloat16::rounded(bits_of(high));
