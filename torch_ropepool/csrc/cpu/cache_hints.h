@@ -2,11 +2,9 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <cstring>
 
 #if defined(__SSE2__) || defined(_M_X64)
-#include <emmintrin.h>
+#include <immintrin.h>
 #define ROPE_POOL_STREAMS 1
 #endif
 
@@ -18,20 +16,31 @@ inline void prefetch(const void* from) {
 #endif
 }
 
-// `to` does not overlap `from`. Call finish_streams before another thread may read what was copied.
-inline void stream_copy(void* to, const void* from, std::size_t size) {
+// A block copied to an aligned place, past the cache.
 #if ROPE_POOL_STREAMS
-  if (reinterpret_cast<std::uintptr_t>(to) % 16 == 0 && size % 16 == 0) {
-    auto* vectors = static_cast<__m128i*>(to);
-    const auto* source = static_cast<const __m128i*>(from);
-    for (std::size_t i = 0; i < size / 16; ++i) {
-      _mm_stream_si128(vectors + i, _mm_loadu_si128(source + i));
-    }
-    return;
+struct Stream16 {
+  static constexpr std::size_t kBytes = 16;
+  static void copy(char* to, const char* from) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
+};
+#if defined(__GNUC__)
+struct Stream32 {
+  static constexpr std::size_t kBytes = 32;
+  __attribute__((target("avx"))) static void copy(char* to, const char* from) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+};
+struct Stream64 {
+  static constexpr std::size_t kBytes = 64;
+  __attribute__((target("avx512f"))) static void copy(char* to, const char* from) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+  }
+};
 #endif
-  std::memcpy(to, from, size);
-}
+#endif
 
 inline void finish_streams() {
 #if ROPE_POOL_STREAMS

@@ -24,6 +24,9 @@
 namespace rope_pool {
 
 namespace baseline {
+#if ROPE_POOL_STREAMS
+using Stream = Stream16;
+#endif
 #include "rope_pool_tokens.h"
 }  // namespace baseline
 
@@ -35,6 +38,7 @@ namespace baseline {
 #pragma GCC target("avx2,fma")
 #endif
 namespace avx2 {
+using Stream = Stream32;
 #include "rope_pool_tokens.h"
 }  // namespace avx2
 #if defined(__clang__)
@@ -47,6 +51,7 @@ namespace avx2 {
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
 #endif
 namespace avx512 {
+using Stream = Stream64;
 #include "rope_pool_tokens.h"
 }  // namespace avx512
 #if defined(__clang__)

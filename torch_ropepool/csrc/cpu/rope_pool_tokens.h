@@ -23,40 +23,51 @@ inline Angle<double> angle_at(double, i64 position, Frequency frequency) {
   return angle_of(phase64(position, frequency));
 }
 
-// The angles of the pairs first + i * step, from `to` on. position_of(pair) is a pair's position.
-template <class Compute, class Step, class PositionOf>
-void fill_tile(AngleTile<Compute>& tile, i64 to, const FrequencyTable& table, i64 first, Step step,
-               i64 count, Compute scaling, const PositionOf& position_of) {
+// The angles of the pairs [first, first + count). position_of(pair) is a pair's position. If
+// `split`, the tile's first half is for the even pairs and its second for the odd ones: both in one
+// loop, so that it reads the table without gaps.
+template <class Compute, class PositionOf>
+void fill_tile(AngleTile<Compute>& tile, const FrequencyTable& table, i64 first, i64 count,
+               bool split, Compute scaling, const PositionOf& position_of) {
   const u32* high = table.high.data() + first;
   const u32* low = table.low.data() + first;
   const i32* tail = table.tail.data() + first;
-  Compute* cos = tile.cos + to;
-  Compute* sin = tile.sin + to;
-  ROPE_POOL_NO_DEPENDENCE
-  for (i64 i = 0; i < count; ++i) {
-    const i64 at = i * step;
-    const Angle<Compute> angle =
-        angle_at(Compute{}, position_of(first + at), {high[at], low[at], tail[at]});
-    cos[i] = angle.cos * scaling;
-    sin[i] = angle.sin * scaling;
+  Compute* cos = tile.cos;
+  Compute* sin = tile.sin;
+  const auto angle_of_pair = [=](i64 i) {
+    Angle<Compute> angle = angle_at(Compute{}, position_of(first + i), {high[i], low[i], tail[i]});
+    angle.cos *= scaling;
+    angle.sin *= scaling;
+    return angle;
+  };
+  if (split) {
+    Compute* odd_cos = cos + tile.kPairs / 2;
+    Compute* odd_sin = sin + tile.kPairs / 2;
+    ROPE_POOL_NO_DEPENDENCE
+    for (i64 i = 0; i < count / 2; ++i) {
+      const Angle<Compute> even = angle_of_pair(2 * i);
+      const Angle<Compute> odd = angle_of_pair(2 * i + 1);
+      cos[i] = even.cos;
+      sin[i] = even.sin;
+      odd_cos[i] = odd.cos;
+      odd_sin[i] = odd.sin;
+    }
+  } else {
+    ROPE_POOL_NO_DEPENDENCE
+    for (i64 i = 0; i < count; ++i) {
+      const Angle<Compute> angle = angle_of_pair(i);
+      cos[i] = angle.cos;
+      sin[i] = angle.sin;
+    }
   }
 }
 
-// The tile's first half is for the even pairs, and its second for the odd ones, if they are
-// `split`.
 template <class Compute>
 void fill_tile(AngleTile<Compute>& tile, const CpuLaunch& launch, i64 token, i64 first, i64 count,
                bool split) {
   const auto scaling = static_cast<Compute>(launch.attention_scaling);
   const auto fill = [&](const auto& position_of) {
-    if (split) {
-      for (i64 odd = 0; odd < 2; ++odd) {
-        fill_tile<Compute>(tile, odd * (tile.kPairs / 2), *launch.table, first + odd, Two{},
-                           count / 2, scaling, position_of);
-      }
-    } else {
-      fill_tile<Compute>(tile, 0, *launch.table, first, One{}, count, scaling, position_of);
-    }
+    fill_tile<Compute>(tile, *launch.table, first, count, split, scaling, position_of);
   };
   if (launch.axes == nullptr) {
     const i64 position = launch.positions.at(0, token);
@@ -76,12 +87,14 @@ void fill_tile(AngleTile<Compute>& tile, const CpuLaunch& launch, i64 token, i64
 // in any order.
 
 // Pair i is (in[i * in_step], in[i * in_step + in_distance]).
-template <class Element, class InStep, class InDistance, class OutStep, class OutDistance>
+template <class Element, class InStep, class InDistance, class OutStep, class OutDistance,
+          class Count>
 void rotate_pairs(const typename Element::storage* in, InStep in_step, InDistance in_distance,
                   typename Element::storage* out, OutStep out_step, OutDistance out_distance,
-                  i64 count, const AngleTile<typename Element::compute>& tile) {
+                  Count count, const AngleTile<typename Element::compute>& tile) {
+  const i64 end = count;
   ROPE_POOL_NO_DEPENDENCE
-  for (i64 i = 0; i < count; ++i) {
+  for (i64 i = 0; i < end; ++i) {
     const auto rotated = rotate_stored<Element>(in[i * in_step], in[i * in_step + in_distance],
                                                 tile.cos[i], tile.sin[i]);
     out[i * out_step] = rotated.first;
@@ -101,7 +114,7 @@ inline void set_word(u16* x, u32 word) { std::memcpy(x, &word, sizeof word); }
 // What a rotation gave, as a word. bfloat16 needs no care for NaNs here: after arithmetic on
 // bfloat16 they are quiet, and zero below the upper half, so rounding leaves them alone.
 template <class Element>
-u32 rotated_word(float low, float high) {
+ROPE_POOL_FN u32 rotated_word(float low, float high) {
   if constexpr (std::is_same<Element, BFloat16>::value) {
     const u32 low_bits = BFloat16::rounded(bits_of(low));
     const u32 high_bits = BFloat16::rounded(bits_of(high));
@@ -112,14 +125,15 @@ u32 rotated_word(float low, float high) {
 }
 
 // Pair i is (in[i], in[i + distance]); the tile is split.
-template <class Element>
-void rotate_halves_by_word(const u16* in, u16* out, i64 distance, i64 count,
+template <class Element, class Count>
+void rotate_halves_by_word(const u16* in, u16* out, i64 distance, Count count,
                            const AngleTile<float>& tile) {
   using Word = WordOf<Element>;
   const float* odd_cos = tile.cos + tile.kPairs / 2;
   const float* odd_sin = tile.sin + tile.kPairs / 2;
+  const i64 end = count / 2;
   ROPE_POOL_NO_DEPENDENCE
-  for (i64 i = 0; i < count / 2; ++i) {
+  for (i64 i = 0; i < end; ++i) {
     const u32 first = word_at(in + 2 * i);
     const u32 second = word_at(in + 2 * i + distance);
     const Pair<float> even = rotate(Word::low(first), Word::low(second), tile.cos[i], tile.sin[i]);
@@ -130,11 +144,12 @@ void rotate_halves_by_word(const u16* in, u16* out, i64 distance, i64 count,
 }
 
 // Pair i is (in[2 * i], in[2 * i + 1]).
-template <class Element>
-void rotate_neighbors_by_word(const u16* in, u16* out, i64 count, const AngleTile<float>& tile) {
+template <class Element, class Count>
+void rotate_neighbors_by_word(const u16* in, u16* out, Count count, const AngleTile<float>& tile) {
   using Word = WordOf<Element>;
+  const i64 end = count;
   ROPE_POOL_NO_DEPENDENCE
-  for (i64 i = 0; i < count; ++i) {
+  for (i64 i = 0; i < end; ++i) {
     const u32 word = word_at(in + 2 * i);
     const Pair<float> rotated = rotate(Word::low(word), Word::high(word), tile.cos[i], tile.sin[i]);
     set_word(out + 2 * i, rotated_word<Element>(rotated.first, rotated.second));
@@ -164,44 +179,95 @@ bool is_split(const RopePoolParams& p) {
          p.num_pairs % 2 == 0;
 }
 
-// Asks for a row of the next token while this one is worked on.
+#if ROPE_POOL_STREAMS
+// Copies block by block where all blocks are aligned.
+template <class Block>
+bool stream_blocks(char* to, const char* from, std::size_t size) {
+  if (reinterpret_cast<std::uintptr_t>(to) % Block::kBytes != 0 || size % Block::kBytes != 0) {
+    return false;
+  }
+  for (std::size_t at = 0; at < size; at += Block::kBytes) Block::copy(to + at, from + at);
+  return true;
+}
+#endif
+
+// `to` does not overlap `from`. Call finish_streams before another thread may read what was copied.
+template <class Storage>
+void stream_row(const Storage* from, Storage* to, i64 count) {
+#if ROPE_POOL_STREAMS
+  const auto* bytes = reinterpret_cast<const char*>(from);
+  const std::size_t size = static_cast<std::size_t>(count) * sizeof(Storage);
+  if (stream_blocks<Stream>(reinterpret_cast<char*>(to), bytes, size)) return;
+  if (stream_blocks<Stream16>(reinterpret_cast<char*>(to), bytes, size)) return;
+#endif
+  copy_row(from, 1, to, 1, count);
+}
+
+// Asks for a row of a token to come while this one is worked on.
 template <class Storage>
 void prefetch_row(const Storage* row, i64 count) {
   constexpr i64 kLine = 64 / sizeof(Storage);
   for (i64 i = 0; i < count; i += kLine) prefetch(row + i);
 }
 
-// Rotates the pairs [first, first + count) of a token's heads.
+// Rotates the pairs [first, first + count) of a token's heads. `ahead`: asks for the heads of the
+// token so many later, unless 0.
 template <class Element>
 void rotate_heads(const RopePoolParams& p, const typename Element::storage* in,
                   const RowStrides& in_strides, typename Element::storage* out,
                   const RowStrides& out_strides, i64 num_heads, i64 first, i64 count,
-                  const AngleTile<typename Element::compute>& tile, bool split, bool has_next) {
+                  const AngleTile<typename Element::compute>& tile, bool split, i64 ahead) {
+  using Storage = typename Element::storage;
   const bool unit_stride = in_strides.feature == 1 && out_strides.feature == 1;
-  for (i64 head = 0; head < num_heads; ++head) {
-    const auto* from = in + head * in_strides.head + first * p.pair_step * in_strides.feature;
-    auto* to = out + head * out_strides.head + first * p.pair_step * out_strides.feature;
-    if (unit_stride && has_next && first == 0) prefetch_row(from + in_strides.token, p.head_dim);
-    // All but the last are the ones that the compiler vectorizes.
-    if constexpr (kHasWords<typename Element::storage>) {
+  in += first * p.pair_step * in_strides.feature;
+  out += first * p.pair_step * out_strides.feature;
+  const bool prefetches = unit_stride && ahead > 0 && first == 0;
+  const auto each_head = [&](const auto& rotate_head) {
+    for (i64 head = 0; head < num_heads; ++head) {
+      const Storage* from = in + head * in_strides.head;
+      if (prefetches) prefetch_row(from + ahead * in_strides.token, p.head_dim);
+      rotate_head(from, out + head * out_strides.head);
+    }
+  };
+  // All but the last are the ones that the compiler vectorizes.
+  const auto each_head_of = [&](auto constant) {
+    if constexpr (kHasWords<Storage>) {
       if (split) {
-        rotate_halves_by_word<Element>(from, to, p.pair_distance, count, tile);
-        continue;
+        return each_head([&](const Storage* from, Storage* to) {
+          rotate_halves_by_word<Element>(from, to, p.pair_distance, constant, tile);
+        });
       }
       if (unit_stride && p.pair_step == 2) {
-        rotate_neighbors_by_word<Element>(from, to, count, tile);
-        continue;
+        return each_head([&](const Storage* from, Storage* to) {
+          rotate_neighbors_by_word<Element>(from, to, constant, tile);
+        });
       }
     }
     if (unit_stride && p.pair_step == 1) {
-      rotate_pairs<Element>(from, One{}, p.pair_distance, to, One{}, p.pair_distance, count, tile);
+      each_head([&](const Storage* from, Storage* to) {
+        rotate_pairs<Element>(from, One{}, p.pair_distance, to, One{}, p.pair_distance, constant,
+                              tile);
+      });
     } else if (unit_stride) {
-      rotate_pairs<Element>(from, Two{}, One{}, to, Two{}, One{}, count, tile);
+      each_head([&](const Storage* from, Storage* to) {
+        rotate_pairs<Element>(from, Two{}, One{}, to, Two{}, One{}, constant, tile);
+      });
     } else {
-      rotate_pairs<Element>(
-          from, p.pair_step * in_strides.feature, p.pair_distance * in_strides.feature, to,
-          p.pair_step * out_strides.feature, p.pair_distance * out_strides.feature, count, tile);
+      each_head([&](const Storage* from, Storage* to) {
+        rotate_pairs<Element>(
+            from, p.pair_step * in_strides.feature, p.pair_distance * in_strides.feature, to,
+            p.pair_step * out_strides.feature, p.pair_distance * out_strides.feature, count, tile);
+      });
     }
+  };
+  // The usual counts as constants: these loops have no rest, and what is the same for all heads
+  // stays in registers.
+  if (count == 64) {
+    each_head_of(std::integral_constant<i64, 64>{});
+  } else if (count == 32) {
+    each_head_of(std::integral_constant<i64, 32>{});
+  } else {
+    each_head_of(count);
   }
 }
 
@@ -229,45 +295,60 @@ void rope_pool_tokens(const CpuLaunch& launch, i64 begin, i64 end) {
                out_strides.feature, p.head_dim - rotary_dim);
     }
   };
+  const auto row_at = [&](void* pool, const PoolStrides& strides, i64 slot) {
+    return static_cast<Storage*>(pool) + slot / p.page_size * strides.page +
+           slot % p.page_size * strides.row;
+  };
   // Past the cache: whoever reads a pool reads far more than one call stores.
-  const auto store_row = [&](const Storage* in, const RowStrides& in_strides, void* pool,
-                             const PoolStrides& pool_strides, i64 slot, bool prefetches) {
-    Storage* out = static_cast<Storage*>(pool) + slot / p.page_size * pool_strides.page +
-                   slot % p.page_size * pool_strides.row;
-    const bool unit_stride = in_strides.feature == 1 && pool_strides.feature == 1;
-    for (i64 head = 0; head < p.num_kv_heads; ++head) {
-      const Storage* from = in + head * in_strides.head;
-      if (prefetches) prefetch_row(from + in_strides.token, p.head_dim);
-      Storage* to = out + head * pool_strides.head;
-      if (unit_stride) {
-        stream_copy(to, from, static_cast<std::size_t>(p.head_dim) * sizeof(Storage));
-      } else {
-        copy_row(from, in_strides.feature, to, pool_strides.feature, p.head_dim);
-      }
+  const auto store_head = [&](const Storage* in, const RowStrides& in_strides, Storage* out,
+                              const PoolStrides& pool_strides, i64 head) {
+    in += head * in_strides.head;
+    out += head * pool_strides.head;
+    if (in_strides.feature == 1 && pool_strides.feature == 1) {
+      stream_row(in, out, p.head_dim);
+    } else {
+      copy_row(in, in_strides.feature, out, pool_strides.feature, p.head_dim);
     }
   };
 
+  // From a token that is worked on to one that is asked for.
+  constexpr i64 kAheadBytes = 12 * 1024;
+  const i64 token_bytes = (p.num_qo_heads + 2 * p.num_kv_heads) * p.head_dim * i64{sizeof(Storage)};
+  const i64 ahead_of_most = (kAheadBytes + token_bytes - 1) / token_bytes;
   for (i64 token = begin; token < end; ++token) {
-    const bool has_next = token + 1 < end;
+    const i64 ahead = token + ahead_of_most < end ? ahead_of_most : 0;
     const Storage* token_q = q + token * p.q.token;
     const Storage* token_k = k + token * p.k.token;
+    const Storage* token_v = v + token * p.v.token;
     Storage* token_q_rot = q_rot + token * p.q_rot.token;
     Storage* token_k_rot = k_rot + token * p.k_rot.token;
-    for (i64 first = 0; first < p.num_pairs; first += Tile::kPairs) {
-      const i64 count = std::min(Tile::kPairs, p.num_pairs - first);
-      fill_tile(tile, launch, token, first, count, split);
-      rotate_heads<Element>(p, token_q, p.q, token_q_rot, p.q_rot, p.num_qo_heads, first, count,
-                            tile, split, has_next);
-      rotate_heads<Element>(p, token_k, p.k, token_k_rot, p.k_rot, p.num_kv_heads, first, count,
-                            tile, split, has_next);
-    }
     copy_unrotated(token_q, p.q, token_q_rot, p.q_rot, p.num_qo_heads);
     copy_unrotated(token_k, p.k, token_k_rot, p.k_rot, p.num_kv_heads);
 
     const i64 slot = launch.slots.at(0, token);
-    if (slot < 0) continue;
-    store_row(token_k_rot, p.k_rot, launch.k_pool, p.k_pool, slot, /*prefetches=*/false);
-    store_row(v + token * p.v.token, p.v, launch.v_pool, p.v_pool, slot, /*prefetches=*/has_next);
+    Storage* k_row = slot < 0 ? nullptr : row_at(launch.k_pool, p.k_pool, slot);
+    Storage* v_row = slot < 0 ? nullptr : row_at(launch.v_pool, p.v_pool, slot);
+
+    for (i64 first = 0; first < p.num_pairs; first += Tile::kPairs) {
+      const i64 count = std::min(Tile::kPairs, p.num_pairs - first);
+      const bool is_last = first + count == p.num_pairs;
+      fill_tile(tile, launch, token, first, count, split);
+      // The stores of pool rows between rotations: all at once they would hold up the loads.
+      for (i64 head = 0; head < p.num_kv_heads; ++head) {
+        rotate_heads<Element>(p, token_k + head * p.k.head, p.k, token_k_rot + head * p.k_rot.head,
+                              p.k_rot, 1, first, count, tile, split, ahead);
+        const i64 q_begin = head * p.num_qo_heads / p.num_kv_heads;
+        const i64 q_end = (head + 1) * p.num_qo_heads / p.num_kv_heads;
+        rotate_heads<Element>(p, token_q + q_begin * p.q.head, p.q,
+                              token_q_rot + q_begin * p.q_rot.head, p.q_rot, q_end - q_begin, first,
+                              count, tile, split, ahead);
+        if (is_last && slot >= 0) {
+          if (ahead > 0) prefetch_row(token_v + head * p.v.head + ahead * p.v.token, p.head_dim);
+          store_head(token_k_rot, p.k_rot, k_row, p.k_pool, head);
+          store_head(token_v, p.v, v_row, p.v_pool, head);
+        }
+      }
+    }
   }
   finish_streams();
 }
