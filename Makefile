@@ -18,7 +18,7 @@ demo: .venv/weights
 test: .venv/weights
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-# The CPU kernel's speed, eight minutes on a machine that is otherwise idle. Refreshes the README's figures.
+# The CPU kernel's speed, about ten minutes on a machine that is otherwise idle. Refreshes the README's figures.
 bench: .venv/bench
 	PYTHONPATH=.venv/vllm $(BIN)/python benchmarks/bench_cpu.py --readme
 

@@ -387,11 +387,13 @@ def scaling_shape(head_dim: int) -> str:
 
 def run_scaling(options: argparse.Namespace, machine: Machine, results: Results) -> None:
     """In place, bfloat16, one size changing at a time."""
-    step = 4 if options.quick else 1
+    tokens, rows, dims = range(0, 17, 2), range(10, 23, 2), (64, 96, 128, 192, 256)  # tokens, rows: log2
+    if options.quick:
+        tokens, rows, dims = (0, 10, 16), (10, 18, 22), (64, 256)
     series: list[tuple[str, int, int, int, int, int]] = []  # ..., head_dim, tokens, log2 of rows, threads
-    series += [("num_tokens", 4**i, 64, 4**i, 18, 1) for i in range(0, 9, step)]
-    series += [("pool_size", 2**i, 64, 512, i, 1) for i in range(10, 23, 2 * step)]
-    series += [("head_dim", dim, dim, 512, 18, 1) for dim in (64, 96, 128, 192, 256)[::step]]
+    series += [("num_tokens", 2**i, 64, 2**i, 18, 1) for i in tokens]
+    series += [("pool_size", 2**i, 64, 512, i, 1) for i in rows]
+    series += [("head_dim", dim, dim, 512, 18, 1) for dim in dims]
     series += [("threads", n, 64, 4096, 18, n) for n in options.threads]
     for name, at, head_dim, num_tokens, exponent, threads in progress(series):
         print(f"scaling: {name} = {at}", file=sys.stderr)
