@@ -117,6 +117,31 @@ def test_odd_tensors_in_graphs(kind, way, op):
         assert_same_bits(got, want)
 
 
+WRONG_MEMORY = {
+    "k_pool must not overlap itself": lambda call: {"k_pool": call.k_pool[:1].expand(32, 2, 64)},
+    "k_pool and v_pool must not overlap": lambda call: {"v_pool": call.k_pool},
+    "k_pool and v must not overlap": lambda call: {"v": call.k_pool[3:10]},
+    "all tensors must be on one device": lambda call: {"v": call.v.to("meta")},
+    "exactly one of rope_base and inv_freq must be given, got both": lambda call: {
+        "inv_freq": torch.ones(32)
+    },
+}
+
+
+@each_op
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("text", WRONG_MEMORY)
+@torch.no_grad()
+def test_memory_that_is_shared_or_elsewhere(text, way, op):
+    call = make_sample()
+    before = call.clone()
+    broken = call.with_(**WRONG_MEMORY[text](call))
+    with pytest.raises((ValueError, RuntimeError), match=text):
+        WAYS[way](op, broken)
+    for got, want in zip(call.tensors, before.tensors, strict=True):
+        assert_same_bits(got, want)
+
+
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
 def test_transforms_in_a_compiled_function(transform):
     call = make_sample()
