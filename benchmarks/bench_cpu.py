@@ -2,9 +2,10 @@
 
 `python benchmarks/bench_cpu.py` compiles ops of the real ones' signatures that copy the same bytes between
 the same rows, or do nothing; checks every peer's answer against float64; times all; prints tables; and
-writes results.json, tables.md and plots into --out. `--quick`: the first shape in bfloat16 in full, of the
-rest the op, the floor and vLLM at three sizes. `--scaling`: instead, what a token costs over the number of
-tokens, pool sizes, head_dim and threads. `--readme`: refreshes the README's block and benchmarks/results.
+writes results.json, tables.md and plots into --out. Then what a token costs over the number of tokens, pool
+sizes, head_dim and threads; `--scaling`: that alone. `--quick`: the first shape in bfloat16 in full, of the
+rest the op, the floor and vLLM at three sizes, and fewer sizes of scaling. `--readme`: refreshes the
+README's block and benchmarks/results.
 
 Peers: eager torch with cached cosines and sines; torch.compile of that, of an in-place form of it, and with
 the angles inside; vLLM's rotary_embedding, in place, then index_copy_; MLX; onnxruntime's RotaryEmbedding,
@@ -16,8 +17,8 @@ ratios are taken within rounds. Each call takes other inputs, and rows of the po
 lately. Fresh outputs are freed between calls, outside of the time. The floor is the fastest of copies with
 plain and streaming stores, with and without prefetching, split over the threads or not; the floor of a
 call is such an op's call, so it has the call of an op that does nothing in it, and its allocations.
-"Hot" is the op in place on the same inputs and rows again and again, as many tokens as half the L2
-cache holds: the kernel's own arithmetic.
+"Hot" is the op in place on the same inputs and rows again and again, as many tokens as half of each
+thread's L2 cache holds: the kernel's own arithmetic.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ from typing import Any
 import accuracy
 import cpu_report as report
 import torch
+import torch._inductor.config
 from common import DTYPES, SHAPES, bytes_of, interleave, spread
 from cpu_peers import (
+    BLOCK,
     MIB,
     NotRun,
     Peer,
@@ -89,6 +92,13 @@ class Machine:
         self.last_cache = max(sizes, default=(0, 32 * MIB))[1]
         self.second_cache = next((size for level, size in sizes if level == 2), MIB)
         self.memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.begin = time.perf_counter()
+        self.busy_before = busy_seconds_of_others()
+
+    def taken_by_others(self) -> float:
+        """Cores that other processes took, on the average, since the beginning."""
+        busy = busy_seconds_of_others() - self.busy_before
+        return max(0.0, busy / (time.perf_counter() - self.begin))
 
     def __str__(self) -> str:
         info = Path("/proc/cpuinfo")
@@ -102,7 +112,8 @@ class Machine:
         """Rows of a pool: both are well over the last cache, where memory allows."""
         _, kv_heads, head_dim = SHAPES[shape]
         wanted = max(POOL_BYTES, int(1.5 * self.last_cache))
-        return min(wanted, self.memory // 16) // (kv_heads * head_dim * DTYPES[dtype].itemsize)
+        rows = min(wanted, self.memory // 16) // (kv_heads * head_dim * DTYPES[dtype].itemsize)
+        return rows // BLOCK * BLOCK
 
     def inputs(self, shape: str, dtype: str, num_tokens: int) -> int:
         """So many are twice the last cache; or as many as there is time to make."""
@@ -114,6 +125,14 @@ class Machine:
         heads, kv_heads, head_dim = SHAPES[shape]
         token = (heads + 4 * kv_heads) * head_dim * DTYPES[dtype].itemsize
         return self.second_cache // 2 // token
+
+
+def busy_seconds_of_others() -> float:
+    """Of all cores, without this process and its children."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    own = os.times()
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return busy - own.user - own.system - own.children_user - own.children_system
 
 
 class Bench:
@@ -147,45 +166,45 @@ class Bench:
 
     def measure(self, problem: Problem, peers: Iterable[Peer]) -> Iterator[Row]:
         """Checks, then times what passed."""
-        measures: dict[Key, Callable[[], float]] = {}
-        errors: dict[Key, float] = {}
-        found: dict[Key, Peer] = {}
-        for peer in peers:
-            for threads in self.options.threads:
-                if peer.num_threads not in (None, threads) or peer.candidate.endswith("split") > (
-                    threads > 1
-                ):
-                    continue
-                key = (peer.name, peer.candidate, threads, COLD)
-                torch.set_num_threads(threads)
-                try:
-                    errors[key] = 0.0 if peer.is_empty else check(problem, peer)
-                except Exception as error:
-                    if peer.is_ours:
-                        raise
-                    traceback.print_exc()
-                    what = f"{type(error).__name__}: {error}".splitlines()[0]
-                    self.notes.append(f"LEFT OUT: {peer.name}, {problem}: {what[:200]}")
-                    continue
-                found[key] = peer
-                measures[key] = self.turn(problem, peer, threads)
-        hot = self.hot_problem(problem)
-        in_place = op_peers(hot, False)[1]
-        for threads in self.options.threads:
+        checked = self.checked(problem, peers)
+        measures = {key: self.turn(problem, peer, key[2]) for key, (peer, _) in checked.items()}
+        hot = {threads: self.hot_problem(problem, threads) for threads in self.options.threads}
+        for threads, small in hot.items():
+            in_place = next(peer for peer in op_peers(small, False) if peer.in_place)
             key = (in_place.name, "", threads, HOT)
-            found[key], errors[key] = in_place, 0.0
-            measures[key] = self.turn(hot, in_place, threads, is_hot=True)
+            checked[key] = in_place, 0.0
+            measures[key] = self.turn(small, in_place, threads, is_hot=True)
         self.drop_slow_copies(measures)
         begin = time.perf_counter()
-        first = {key: measure() for key, measure in measures.items()}
-        seconds = time.perf_counter() - begin
-        rounds = max(5, min(self.options.rounds, int(self.options.problem_seconds / seconds)))
-        del first
-        times = interleave(measures, rounds)
-        yield from rows_of(problem, hot.num_tokens, found, errors, times)
+        for measure in measures.values():
+            measure()
+        rounds = int(self.options.problem_seconds / (time.perf_counter() - begin))
+        times = interleave(measures, max(5, min(self.options.rounds, rounds)))
+        hot_tokens = {threads: small.num_tokens for threads, small in hot.items()}
+        yield from rows_of(problem, hot_tokens, checked, times)
 
-    def hot_problem(self, problem: Problem) -> Problem:
-        tokens = min(problem.num_tokens, self.machine.hot_tokens(problem.shape, problem.dtype))
+    def checked(self, problem: Problem, peers: Iterable[Peer]) -> dict[Key, tuple[Peer, float]]:
+        """Those whose answers are right, with their errors; the others are named in the notes."""
+        found: dict[Key, tuple[Peer, float]] = {}
+        for peer, threads in itertools.product(peers, self.options.threads):
+            if peer.num_threads not in (None, threads) or (peer.is_split and threads == 1):
+                continue
+            torch.set_num_threads(threads)
+            try:
+                error = 0.0 if peer.is_empty else check(problem, peer)
+            except Exception as error:
+                if peer.is_ours:
+                    raise
+                traceback.print_exc()
+                what = f"{type(error).__name__}: {error}".splitlines()[0]
+                self.notes.append(f"left out: {peer.name}, {problem}, threads {threads}: {what[:200]}")
+                continue
+            found[peer.name, peer.candidate, threads, COLD] = peer, error
+        return found
+
+    def hot_problem(self, problem: Problem, threads: int) -> Problem:
+        fitting = threads * self.machine.hot_tokens(problem.shape, problem.dtype)
+        tokens = min(problem.num_tokens, fitting)
         return make_problem(problem.shape, problem.dtype, tokens, problem.pools, copies=1)
 
     def turn(self, problem: Problem, peer: Peer, threads: int, is_hot: bool = False) -> Callable[[], float]:
@@ -226,9 +245,8 @@ class Bench:
 
 def rows_of(
     problem: Problem,
-    hot_tokens: int,
-    peers: dict[Key, Peer],
-    errors: dict[Key, float],
+    hot_tokens: dict[int, int],
+    peers: dict[Key, tuple[Peer, float]],
     times: dict[Key, list[float]],
 ) -> Iterator[Row]:
     """Of each peer's candidates the one with the smallest median."""
@@ -238,7 +256,7 @@ def rows_of(
     order = list(times)
     for key in sorted(best.values(), key=order.index):
         name, candidate, threads, mode = key
-        peer = peers[key]
+        peer, error = peers[key]
         floor = times[best[f"floor, {'in place' if peer.in_place else 'fresh'}", threads, COLD]]
         single = times.get(best.get((name, 1, mode), key), times[key])
         yield Row(
@@ -251,10 +269,10 @@ def rows_of(
             mode,
             bytes_of(problem.shape, problem.dtype, problem.num_tokens),
             candidate=candidate,
-            error=errors[key],
+            error=error,
             tolerance=peer.tolerance,
             why=peer.why,
-            hot_tokens=hot_tokens,
+            hot_tokens=hot_tokens[threads],
             rounds=len(times[key]),
             seconds=spread(times[key]),
             over_floor=spread([a / b for a, b in zip(times[key], floor, strict=True)]),
@@ -301,12 +319,16 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--functions", action="store_true", help="time the Python functions too")
     parser.add_argument("--rounds", type=int, default=25, help="at most")
     parser.add_argument("--problem-seconds", type=float, default=6, help="for a problem's rounds")
-    parser.add_argument("--seconds", type=float, default=450, help="after so many no problem is begun")
+    parser.add_argument("--seconds", type=float, default=1200, help="after so many no problem is begun")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, few sizes and peers of most")
-    parser.add_argument("--scaling", action="store_true", help="what a token costs over sizes and threads")
+    parser.add_argument(
+        "--scaling", action="store_true", help="only what a token costs over sizes and threads"
+    )
     parser.add_argument("--readme", action="store_true", help="refresh the README and benchmarks/results")
     parser.add_argument("--out", type=Path, default=Path("build/bench_cpu"), help="folder of the results")
     options = parser.parse_args(arguments)
+    if options.scaling and options.readme:
+        parser.error("--readme is of a run without --scaling")
     if options.quick:
         options.rounds, options.problem_seconds = min(options.rounds, 11), 2
     if max(options.threads) > cores:
@@ -341,7 +363,7 @@ def run(options: argparse.Namespace, machine: Machine, results: Results) -> None
     previous = None
     for shape, dtype, num_tokens, is_first in progress(plan(options)):
         if time.perf_counter() - start > options.seconds:
-            results.notes.append(f"NOT MEASURED, for lack of time: {shape}, {dtype}, T = {num_tokens}")
+            results.notes.append(f"not measured, for lack of time: {shape}, {dtype}, T = {num_tokens}")
             continue
         print(f"{time.perf_counter() - start:.0f} s: {shape}, {dtype}, T = {num_tokens}", file=sys.stderr)
         if pools is None or previous != (shape, dtype):
@@ -356,20 +378,60 @@ def run(options: argparse.Namespace, machine: Machine, results: Results) -> None
         gc.collect()
 
 
+def scaling_shape(head_dim: int) -> str:
+    """Small heads, so that many rows and tokens fit into memory."""
+    name = f"4/1 x {head_dim}"
+    SHAPES[name] = (4, 1, head_dim)
+    return name
+
+
+def run_scaling(options: argparse.Namespace, machine: Machine, results: Results) -> None:
+    """In place, bfloat16, one size changing at a time."""
+    tokens, rows, dims = range(0, 17, 2), range(10, 23, 2), (64, 96, 128, 192, 256)  # tokens, rows: log2
+    if options.quick:
+        tokens, rows, dims = (0, 10, 16), (10, 18, 22), (64, 256)
+    series: list[tuple[str, int, int, int, int, int]] = []  # ..., head_dim, tokens, log2 of rows, threads
+    series += [("num_tokens", 2**i, 64, 2**i, 18, 1) for i in tokens]
+    series += [("pool_size", 2**i, 64, 512, i, 1) for i in rows]
+    series += [("head_dim", dim, dim, 512, 18, 1) for dim in dims]
+    series += [("threads", n, 64, 4096, 18, n) for n in options.threads]
+    for name, at, head_dim, num_tokens, exponent, threads in progress(series):
+        print(f"scaling: {name} = {at}", file=sys.stderr)
+        shape = scaling_shape(head_dim)
+        pools = make_pools(shape, "bfloat16", 2**exponent)
+        problem = make_problem(
+            shape, "bfloat16", num_tokens, pools, machine.inputs(shape, "bfloat16", num_tokens)
+        )
+        bench = Bench(argparse.Namespace(**{**vars(options), "threads": [threads]}), machine, results.notes)
+        for row in bench.measure(problem, [*op_peers(problem, False), *floor_peers(problem)]):
+            if row.peer == "op, in place" and row.mode == COLD:
+                results.scaling.append(
+                    report.Scaling(name, at, num_tokens, threads, row.seconds, row.over_floor)
+                )
+        del problem, pools
+        gc.collect()
+
+
 def main() -> None:
     options = parse_options()
+    if not sys.platform.startswith("linux"):
+        sys.exit("bench_cpu.py asks Linux what the machine is")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_grad_enabled(False)
+    torch._inductor.config.compile_threads = 1  # its worker processes would stay
     gc.disable()
     machine = Machine()
     isa = torch_ropepool._library.LIBRARY.rope_pool_cpu_isa().decode()
-    results = Results(str(machine), versions(), isa)
+    results = Results(str(machine), versions(), isa, " ".join(["benchmarks/bench_cpu.py", *sys.argv[1:]]))
     with tempfile.TemporaryDirectory() as folder:
         build_floor(Path(folder))
         try:
-            run(options, machine, results)
-            results.accuracy = measure_accuracy()
+            if not options.scaling:
+                run(options, machine, results)
+                results.accuracy = measure_accuracy()
+            run_scaling(options, machine, results)
         finally:  # what there is by then
+            results.others = round(machine.taken_by_others(), 2)
             report.write(results, options.out)
     if options.readme:
         report.refresh_readme(results, options.out)

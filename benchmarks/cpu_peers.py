@@ -22,6 +22,7 @@ import torch_ropepool
 HERE = Path(__file__).parent
 MAX_POSITION = 8192  # of the tables that some peers read
 MIB = 2**20
+BLOCK = 128  # rows of a block of vLLM's cache: pools are whole blocks
 # Of a head, relative. A peer's is of what it is known to do; the op's own is in op_peers.
 TOLERANCES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-3}
 WHY = {
@@ -183,6 +184,10 @@ class Peer:
         return self.name.startswith(("op", "floor", "Python function"))
 
     @property
+    def is_split(self) -> bool:
+        return self.is_floor and self.candidate.endswith("split")
+
+    @property
     def is_empty(self) -> bool:
         return self.name.startswith("empty op")
 
@@ -314,7 +319,8 @@ def load_vllm() -> None:
 def vllm_peers(problem: Problem) -> list[Peer]:
     load_vllm()
     rotary_embedding = torch.ops._C.rotary_embedding
-    head_dim = SHAPES[problem.shape][2]
+    reshape_and_cache = torch.ops._C.cpu_attn_reshape_and_cache
+    _, kv_heads, head_dim = SHAPES[problem.shape]
     table = angle_table(problem.dtype, head_dim)
 
     def prepare(x: Inputs) -> tuple[Tensor, ...]:
@@ -334,7 +340,36 @@ def vllm_peers(problem: Problem) -> list[Peer]:
         k_pool.index_copy_(0, slots, k)
         v_pool.index_copy_(0, slots, v)
 
-    return [_torch_peer(problem, "vLLM, index_copy_", call, prepare, in_place=True)]
+    def blocks(pool: Tensor) -> Tensor:
+        return pool.view(-1, kv_heads, BLOCK, head_dim)
+
+    def prepare_blocks(x: Inputs) -> tuple[Tensor, ...]:
+        *rest, k_pool, v_pool = prepare(x)
+        return *rest, blocks(k_pool), blocks(v_pool)
+
+    def call_cache_op(
+        q: Tensor,
+        flat_k: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> None:
+        rotary_embedding(positions, q, flat_k, head_dim, table, True)
+        reshape_and_cache(k, v, k_cache, v_cache, slots, "vec")
+
+    def block_rows(x: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
+        block, row = rows // BLOCK, rows % BLOCK
+        k_cache = x.k_pool.view(-1, kv_heads, head_dim, BLOCK)  # a block of keys is transposed
+        return k_cache[block, :, :, row], blocks(x.v_pool)[block, :, row]
+
+    own_layout = _torch_peer(problem, "vLLM, its cache op", call_cache_op, prepare_blocks, in_place=True)
+    return [
+        _torch_peer(problem, "vLLM, index_copy_", call, prepare, in_place=True),
+        replace(own_layout, pool_rows=block_rows),
+    ]
 
 
 def mlx_peers(problem: Problem) -> list[Peer]:

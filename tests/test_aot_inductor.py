@@ -33,8 +33,6 @@ TOOLS_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH
 # An exception is all that AOTInductor promises; torch 2.13 hands the op's text on.
 BAD_SLOT = r"slots\[\d+\] is 4096, out of range for pool_size 4096|API call failed"
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="main.cpp loads the library with dlopen")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_compiler(tmp_path_factory) -> Iterator[None]:

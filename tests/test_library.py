@@ -97,6 +97,69 @@ def test_library_of_another_version(package_copy):
     )
 
 
+def plant(path: Path, source: str) -> None:
+    """A library of this C++ source in place of the one at `path`."""
+    path.unlink(missing_ok=True)
+    compiler = os.environ.get("CXX", "c++")
+    undefined = ["-undefined", "dynamic_lookup"] if MACOS else []
+    command = [compiler, "-shared", "-fPIC", *undefined, "-x", "c++", "-", "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
+def test_library_that_needs_what_this_torch_has_not(package_copy):
+    """What a mismatch of torch's C interface looks like: the missing function is named."""
+    plant(library_in(package_copy), 'extern "C" int torch_future(); int x = torch_future();')
+    message = import_error(package_copy)
+    assert message.startswith("torch_ropepool's compiled library does not load (")
+    assert "torch_future" in message
+    assert "build it for this machine and torch: pip install" in message
+
+
+def test_a_library_that_is_not_ours(package_copy):
+    plant(library_in(package_copy), "")
+    assert import_error(package_copy).startswith(
+        "PATH/torch_ropepool/librope_pool.so is not torch_ropepool's compiled library: build it"
+    )
+
+
+def test_cuda_library_of_another_version(package_copy):
+    cuda_library = library_in(package_copy).with_stem("librope_pool_cuda")
+    plant(cuda_library, 'extern "C" const char* rope_pool_version() { return "0.0.1"; }')
+    message = import_error(package_copy, "torch.version.cuda = '13.0'")
+    assert message.startswith(
+        f"torch_ropepool is {torch_ropepool.__version__}, but its compiled library "
+        "(PATH/torch_ropepool/librope_pool_cuda.so) is 0.0.1: build it"
+    )
+
+
+def test_a_second_copy_in_one_process(package_copy):
+    """torch would let its kernels replace the first one's."""
+    first = f"torch.ops.load_library({str(torch_ropepool.library_path())!r})"
+    assert import_error(package_copy, first) == (
+        "this process has loaded another copy of torch_ropepool's compiled library already, so it cannot "
+        "load PATH/torch_ropepool/librope_pool.so: import one copy only"
+    )
+
+
+def test_the_library_may_be_loaded_before_the_package(package_copy):
+    code = f"import torch; torch.ops.load_library({str(library_in(package_copy))!r}); import torch_ropepool"
+    result = run_python(code, package_copy)
+    assert result.returncode == 0, result.stderr
+
+
+WINDOWS = "torch_ropepool does not run on Windows: use it in WSL, the Windows Subsystem for Linux"
+
+
+def test_windows_is_refused_by_name(package_copy):
+    assert import_error(package_copy, "import sys; sys.platform = 'win32'") == WINDOWS
+
+
+def test_windows_is_refused_by_name_at_the_build():
+    code = "import runpy, sys; sys.platform = 'win32'; runpy.run_path('setup.py')"
+    result = run_python(code, ROOT)
+    assert (result.returncode, result.stderr) == (1, WINDOWS + "\n")
+
+
 @pytest.mark.parametrize("version", ["2.9.1", "1.13.0+cu117", "2.0"])
 def test_torch_that_is_too_old(package_copy, version):
     message = import_error(package_copy, f"torch.__version__ = {version!r}")
@@ -175,7 +238,7 @@ def test_wheel(tmp_path):
     )
     (wheel,) = tmp_path.glob("*.whl")
     assert re.fullmatch(
-        rf"torch_ropepool-{re.escape(torch_ropepool.__version__)}-py3-none-(linux|macosx|win)\w+\.whl",
+        rf"torch_ropepool-{re.escape(torch_ropepool.__version__)}-py3-none-(linux|macosx)\w+\.whl",
         wheel.name,
     )
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}

@@ -43,6 +43,10 @@ def test_tokens_with_one_slot_spoil_no_other_row():
                 assert (stored == candidates).any(dim=0).all()
 
 
+def test_the_later_token_of_a_slot_stays_where_determinism_is_asked():
+    assert selftest.repeated_slots("cuda") is None
+
+
 def test_pools_and_strides_beyond_2_to_32_elements():
     row, rows = 128, 2**25 + 8
     slots = torch.tensor([rows - 1, 2**25, 2**25 - 1, 0, 5])

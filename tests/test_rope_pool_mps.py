@@ -100,6 +100,31 @@ def test_slots_out_of_range_are_not_stored():
     assert selftest.out_of_range("cpu", emulated_mps.call) is None
 
 
+def test_the_later_token_of_a_slot_stays_where_determinism_is_asked():
+    """No thread races for a row then: the emulator would report it."""
+    assert selftest.repeated_slots("cpu", emulated_mps.call) is None
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    "slots", [[3, 3, 40, 9, 40, 3, -1], [3, 4, 40, 9, 41, 5, -1]], ids=["repeat", "do not"]
+)
+def test_determinism_reads_the_slots_and_replaces_those_that_repeat(slots):
+    """One copy to the host; where tokens share a slot one more to the device. 40 and 41 are out of range."""
+    call = make_sample().with_(slots=torch.tensor(slots, dtype=torch.int32))
+    on_cpu = call.clone().with_(slots=torch.tensor([slot if slot < 32 else -1 for slot in slots]))
+    want = torch.ops.ropepool.rope_pool_fused(*on_cpu.args, **on_cpu.kwargs)
+    torch.use_deterministic_algorithms(True)
+    try:
+        run = record(call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    repeat = len(set(slots)) < len(slots)
+    assert run.torch_calls == {"aten::copy_": 2 if repeat else 1}
+    got = (call.k_pool, call.v_pool)
+    assert all(torch.equal(pool, wanted) for pool, wanted in zip(got, want[2:], strict=True))
+
+
 def test_tokens_with_one_slot_spoil_no_other_row():
     """Each element of the row is one of theirs. That threads race for it is what the emulator reports."""
     call = make_sample().with_(slots=torch.tensor([3, 3, 9, -1, 9, 9, 0], dtype=torch.int32))

@@ -40,6 +40,7 @@ cpu
   contract                                        14 calls   ok
   accuracy against float64                       246 calls   ok
   slots out of range                               1 calls   ok
+  repeated slots, deterministic algorithms         1 calls   ok
 
 All good.
 """,

@@ -17,7 +17,7 @@ VERSION = re.search(r'"(.+)"', (ROOT / "torch_ropepool/_version.py").read_text()
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: the oldest torch that the library runs on
 
 LIBRARY = "torch_ropepool.librope_pool"
-LIBRARY_SUFFIXES = {"win32": ".dll", "darwin": ".dylib"}  # elsewhere .so
+LIBRARY_SUFFIXES = {"darwin": ".dylib"}  # elsewhere .so
 CSRC = Path("torch_ropepool/csrc")
 METAL = Path("torch_ropepool/metal")
 SHADER_HEADER = Path("build/generated/rope_pool_shader.h")  # made by embed_shader.py
@@ -63,9 +63,7 @@ def sanitizer_args(platform: str) -> list[str]:
     return [f"-fsanitize={name}", "-fno-sanitize-recover=all", "-fno-wrapv", "-fno-omit-frame-pointer", "-g1"]
 
 
-def compile_args(platform: str) -> list[str]:
-    if platform == "win32":
-        return ["/O2", "/std:c++17", "/fp:precise"]
+def compile_args() -> list[str]:
     return [
         "-O3",
         "-std=c++17",

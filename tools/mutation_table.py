@@ -23,6 +23,7 @@ TEST_ID = r"tests/\S+?::\w+(?:\[.*?\](?=\s|$))?"  # parameters may have spaces
 CONTRACT = "torch_ropepool/csrc/contract.cpp"
 CPU = "torch_ropepool/csrc/cpu/rope_pool_cpu.cpp"
 INDICES = "torch_ropepool/csrc/index_array.h"
+GPU_TABLES = "torch_ropepool/csrc/gpu_tables.cpp"
 KERNEL = "torch_ropepool/csrc/rope_pool_kernel.h"
 MATH = "torch_ropepool/csrc/rope_math.h"
 OPS = "torch_ropepool/csrc/rope_pool_ops.h"
@@ -114,8 +115,8 @@ MUTATIONS = [
     cpu(
         "slots before and after a negative one taken for distinct",
         PLAN,
-        "if (slot < 0) continue;",
-        "if (slot < 0) previous = -1;\n    if (slot < 0) continue;",
+        "if (slot < 0) continue;\n    if (slot >= pool_size) {",
+        "if (slot < 0) previous = -1;\n    if (slot < 0) continue;\n    if (slot >= pool_size) {",
     ),
     cpu(
         "stride of the features ignored",
@@ -205,6 +206,12 @@ MUTATIONS = [
     ),
     gpu("mrope's third position is the second", KERNEL, "offset + 2 * step", "offset + step"),
     gpu("stride of the features ignored", KERNEL, "kVec > 1 ? 1 : feature_stride;", "1;"),
+    gpu(
+        "slots that repeat left to a race where determinism is asked",
+        GPU_TABLES,
+        "if (!wants_determinism) return nullptr;",
+        "return nullptr;",
+    ),
     gpu("page ignored", KERNEL, "i64 offset = page * h.pool.page + ", "i64 offset = "),
     gpu("16-byte accesses at any address", PLAN, "t.byte_address % kVectorBytes != 0", "false"),
     gpu(

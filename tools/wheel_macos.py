@@ -131,7 +131,7 @@ def build_wheel(output: Path) -> Path:
         build_config.LIBRARY,
         [str(source) for source in build_config.sources("darwin")],
         define_macros=list(build_config.MACROS.items()),
-        extra_compile_args=build_config.compile_args("darwin"),
+        extra_compile_args=build_config.compile_args(),
     )
     setup(
         ext_modules=[library],

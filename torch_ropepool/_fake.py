@@ -464,12 +464,23 @@ def _rope_pool_fused_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 # the pools, so that functionalization can handle it. Eager calls on a backend run its compiled kernels.
 
 
+def _primitive(call: Call, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    try:
+        q_rot, k_rot = torch.ops.ropepool._rope_pool_fused(*args, **kwargs)
+    except NotImplementedError as error:  # eager, on a device that has no kernels
+        raise NotImplementedError(
+            f"torch_ropepool has no kernel here for tensors on {call.q.device}: "
+            "`python -m torch_ropepool` says what it has kernels for"
+        ) from error
+    return q_rot, k_rot
+
+
 def _rope_pool_fused_composite(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = Call(*args, **kwargs)
     require_no_grad(call)
     check_contract(call, in_place=False)
     _refuse_two_bases(call)
-    q_rot, k_rot = torch.ops.ropepool._rope_pool_fused(*args, **kwargs)
+    q_rot, k_rot = _primitive(call, *args, **kwargs)
     return q_rot, k_rot, call.k_pool, call.v_pool
 
 
@@ -478,7 +489,7 @@ def _rope_pool_fused_inplace_composite(*args: Any, **kwargs: Any) -> None:
     require_no_grad(call)
     check_contract(call, in_place=True)
     _refuse_two_bases(call)
-    q_rot, k_rot = torch.ops.ropepool._rope_pool_fused(*args, **kwargs)
+    q_rot, k_rot = _primitive(call, *args, **kwargs)
     call.q.copy_(q_rot)
     call.k.copy_(k_rot)
 

@@ -42,7 +42,8 @@ def rope_pool_fused(
         v: values, as k. They are stored unrotated.
         positions: position of each token, any sign, `[num_tokens]`, int32 or int64.
         slots: pool row of each token, `[num_tokens]`, int32 or int64. Negative: the token is not stored.
-            Of two tokens with one slot the later one's row stays (on a GPU, a mix of both may).
+            Of two tokens with one slot the later one's row stays. (On a GPU, under
+            `torch.use_deterministic_algorithms(True)`; else a mix of both may.)
         k_pool, v_pool: `[pool_size, num_kv_heads, head_dim]`, of q's dtype. Written in place; rows
             whose slot is not named keep every bit.
         head_dim, num_qo_heads, num_kv_heads: the sizes that q, k, v and the pools must have.

@@ -350,6 +350,27 @@ def out_of_range(device: str, call: Call = call_op, *, raises: bool = False) -> 
     return None
 
 
+def repeated_slots(device: str, call: Call = call_op) -> str | None:
+    """The last token of a slot is the one that stays, where deterministic algorithms are asked for."""
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randint(-2, 20, (80,), generator=generator, dtype=torch.int32)
+    before, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        for each in (slots, slots.long().repeat_interleave(2)[::2], torch.full((80,), 7)):
+            case = make_case("slots", num_tokens=80, pool_size=20, slots=each)
+            for op in OPS:
+                fault = difference(case, op, device, call)
+                if fault is not None:
+                    return fault
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+    return None
+
+
 def broken_calls() -> Iterator[Case]:
     """Calls that must be refused, with the same text everywhere."""
     good = make_case("contract")
@@ -433,6 +454,7 @@ def check_device(device: str, call: Call = call_op, *, is_cpu: bool | None = Non
         for op in OPS:
             attempt(kind, difference, case, op, device, call)
     attempt("slots out of range", partial(out_of_range, raises=is_cpu), device, call)
+    attempt("repeated slots, deterministic algorithms", repeated_slots, device, call)
     return list(rows.values())
 
 

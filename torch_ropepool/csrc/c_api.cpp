@@ -6,11 +6,7 @@
 #include "cpu/rope_pool_cpu_kernel.h"
 #include "overlap.h"
 
-#if defined(_WIN32)
-#define ROPE_POOL_EXPORT extern "C" __declspec(dllexport)
-#else
 #define ROPE_POOL_EXPORT extern "C" __attribute__((visibility("default")))
-#endif
 
 // The package version that this library was built as.
 ROPE_POOL_EXPORT const char* rope_pool_version() { return ROPE_POOL_VERSION; }

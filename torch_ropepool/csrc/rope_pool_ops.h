@@ -1,6 +1,6 @@
 // The three ops over one backend: checks, outputs, launch. A backend is a type with
 //   static constexpr bool kAllowsFloat64, kAllowsFloat64InvFreq;
-//   static void launch(const RopePoolArgs& args,  // checked
+//   static void launch(RopePoolArgs& args,        // checked; it may give other slots
 //                      const TensorView& q_rot,   // [num_tokens, num_qo_heads, head_dim], may be q
 //                      const TensorView& k_rot);  // [num_tokens, num_kv_heads, head_dim], may be k
 // launch checks what only the values can tell before it writes anything.
@@ -58,7 +58,7 @@ class RopePoolOps {
     return rotated;
   }
 
-  static void launch(const StackArgs& call, const TensorView& q_rot, const TensorView& k_rot) {
+  static void launch(StackArgs& call, const TensorView& q_rot, const TensorView& k_rot) {
     Backend::launch(call.args, q_rot, k_rot);
     record_write(call.k_pool);
     record_write(call.v_pool);

@@ -137,6 +137,25 @@ bool check_slots(const IndexArray& slots, i64 num_tokens, i64 pool_size) {
   return increasing;
 }
 
+std::unique_ptr<i64[]> last_writers(const IndexArray& slots, i64 num_tokens) {
+  // An open-addressing hash set of the slots seen from the end, at most half full.
+  std::size_t capacity = 4;
+  while (capacity < 2 * static_cast<std::size_t>(num_tokens)) capacity *= 2;
+  std::unique_ptr<i64[]> result(new i64[static_cast<std::size_t>(num_tokens)]);
+  std::unique_ptr<i64[]> seen(new i64[capacity]);
+  std::fill(seen.get(), seen.get() + capacity, i64{-1});
+  for (i64 token = num_tokens; token-- > 0;) {
+    const i64 slot = slots.at(0, token);
+    result[static_cast<std::size_t>(token)] = slot;
+    if (slot < 0) continue;
+    std::size_t at = (static_cast<std::size_t>(slot) * 0x9e3779b97f4a7c15u >> 32) & (capacity - 1);
+    while (seen[at] != -1 && seen[at] != slot) at = (at + 1) & (capacity - 1);
+    if (seen[at] == slot) result[static_cast<std::size_t>(token)] = -1;
+    seen[at] = slot;
+  }
+  return result;
+}
+
 GpuPlan gpu_plan_of(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot,
                     i64 enough_groups) {
   GpuPlan plan{};

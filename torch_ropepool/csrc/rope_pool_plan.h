@@ -24,6 +24,10 @@ std::shared_ptr<const FrequencyTable> table_of(const RopePoolArgs& args);
 // slots that are stored to increase strictly, so that no two are the same.
 bool check_slots(const IndexArray& slots, i64 num_tokens, i64 pool_size);
 
+// The slots with -1 in place of each that a later token names again. So whatever the order in which
+// threads come to the tokens, the last one's row is what stays. [num_tokens]
+std::unique_ptr<i64[]> last_writers(const IndexArray& slots, i64 num_tokens);
+
 // Which of a dtype's kernels: by what a lane's chunks are, and by its parameters.
 enum class GpuForm {
   kElements,   // chunks of one element

@@ -173,7 +173,7 @@ struct Mps {
   // Eight for each core of a large GPU of Apple's.
   static constexpr i64 kEnoughGroups = 8 * 40;
 
-  static void launch(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
+  static void launch(RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
     static const auto set_arg_bytes =
         find_in_torch<SetArgBytes>("torch_mps_set_arg_bytes");  // 2.14
     // Never destroyed: torch may be gone by then.
@@ -182,7 +182,7 @@ struct Mps {
 
     const auto table = has_device_inv_freq(args) ? nullptr : table_of(args);
     if (args.num_tokens() == 0) return;
-    check_slots_if_asked(args);
+    const OwnedTensor other_slots = look_at_slots_if_asked(args);
 
     const GpuPlan plan = gpu_plan_of(args, q_rot, k_rot, kEnoughGroups);
     ConstantTensors::Shared frequencies;

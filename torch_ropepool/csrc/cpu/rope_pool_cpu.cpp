@@ -21,27 +21,6 @@ std::vector<unsigned char> mrope_axes(const RopePoolArgs& args) {
   return axes;
 }
 
-// The slots with -1 in place of each that a later token names again. So whatever the order in which
-// threads come to the tokens, the last one's row is what stays.
-std::unique_ptr<i64[]> last_writers(const IndexArray& slots, i64 num_tokens) {
-  // An open-addressing hash set of the slots seen from the end, at most half full.
-  std::size_t capacity = 4;
-  while (capacity < 2 * static_cast<std::size_t>(num_tokens)) capacity *= 2;
-  std::unique_ptr<i64[]> result(new i64[static_cast<std::size_t>(num_tokens)]);
-  std::unique_ptr<i64[]> seen(new i64[capacity]);
-  std::fill(seen.get(), seen.get() + capacity, i64{-1});
-  for (i64 token = num_tokens; token-- > 0;) {
-    const i64 slot = slots.at(0, token);
-    result[static_cast<std::size_t>(token)] = slot;
-    if (slot < 0) continue;
-    std::size_t at = (static_cast<std::size_t>(slot) * 0x9e3779b97f4a7c15u >> 32) & (capacity - 1);
-    while (seen[at] != -1 && seen[at] != slot) at = (at + 1) & (capacity - 1);
-    if (seen[at] == slot) result[static_cast<std::size_t>(token)] = -1;
-    seen[at] = slot;
-  }
-  return result;
-}
-
 // Tokens per thread below which a second thread does not pay: about 20 us of work, several times
 // what it takes to wake one.
 i64 grain_size(const RopePoolParams& p, i64 itemsize) {

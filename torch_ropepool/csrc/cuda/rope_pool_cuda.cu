@@ -198,10 +198,10 @@ struct Cuda {
   // For an H200's 132 processors; measured: fewer leave it idle, more make angles more often.
   static constexpr i64 kEnoughGroups = 24 * 132;
 
-  static void launch(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
+  static void launch(RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
     const auto table = has_device_inv_freq(args) ? nullptr : table_of(args);
     if (args.num_tokens() == 0) return;
-    check_slots_if_asked(args);
+    const OwnedTensor other_slots = look_at_slots_if_asked(args);
 
     const DeviceGuard guard(args.q.device_index);
     OwnedTensor temporary;
@@ -221,6 +221,11 @@ struct Cuda {
 
 }  // namespace
 }  // namespace rope_pool
+
+// The package version that this library was built as.
+extern "C" __attribute__((visibility("default"))) const char* rope_pool_version() {
+  return ROPE_POOL_VERSION;
+}
 
 STABLE_TORCH_LIBRARY_IMPL(ropepool, CUDA, m) {
   rope_pool::RopePoolOps<rope_pool::Cuda>::register_kernels(m);
