@@ -54,8 +54,7 @@ def main() -> None:
     begin, kinds = time.monotonic(), Counter()
     for block in range(-(-options.cases // BLOCK)):
         kinds += run(BLOCK, settings(phases=[Phase.generate, Phase.shrink]), options.seed + block)
-        if block % 10 == 9:
-            print(f"{kinds.total()} cases in {time.monotonic() - begin:.0f} s", flush=True)
+        print(f"{kinds.total()} cases in {time.monotonic() - begin:.0f} s", flush=True)
     print(f"{kinds.total()} cases, seed {options.seed}, no finding: {dict(kinds.most_common())}")
 
 
