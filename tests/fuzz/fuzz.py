@@ -13,13 +13,10 @@ import time
 from collections import Counter
 
 import torch
+from fuzz_case import draw
+from fuzz_check import check
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-
-import torch_ropepool  # noqa: F401  registers the ops before sample looks them up
-
-from fuzz_case import draw  # isort: skip
-from fuzz_check import check  # isort: skip
 
 BLOCK = 1000  # cases in one run of Hypothesis, which remembers each of them
 

@@ -150,7 +150,7 @@ def assert_right(
         bits_of(want.call.k).copy_(bits_of(k_rot))
     else:
         assert q_rot.is_contiguous() and k_rot.is_contiguous()
-        if case.op == "rope_pool_fused":
+        if case.op == "rope_pool_fused" and case.odd is None:  # torch wraps what comes back for a subclass
             assert results[2] is placed.call.k_pool and results[3] is placed.call.v_pool
     slots = original.slots.tolist()
     repeated = {slot for slot, count in Counter(slots).items() if count > 1}
@@ -198,7 +198,9 @@ def assert_turned(got: Tensor, x: Tensor, call: Sample) -> None:
     near = (got.double() - exact).abs() <= 0.01 * scaling * sums.clamp(max=torch.finfo(torch.float64).max)
     product_overflows = sums * scaling >= 0.4 * computed_in.max if scaling > 1 else torch.tensor(False)
     beyond = ~got.isfinite() & ((exact.abs() >= 0.99 * largest) | product_overflows)
-    assert (near | beyond)[rest].all()
+    # In float64 the reference overflows too, where the kernel's fma may not.
+    unknown = product_overflows & ~exact.isfinite()
+    assert (near | beyond | unknown)[rest].all()
 
 
 def has_infinity(x: Tensor, call: Sample) -> Tensor:
