@@ -16,24 +16,37 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mprotect by way of ctypes")
 
-HEAD_DIMS = (2, 64, 72, 80, 128)
+HEAD_DIMS = (2, 64, 72, 80, 128, 264)  # the last has more pairs than one tile of angles
 LIBC = ctypes.CDLL(None, use_errno=True)
 PROT_NONE = 0
 
 
 def guarded(t: Tensor, where: str) -> Tensor:
-    """The same values, contiguous, in pages of their own between two that cannot be accessed.
+    """The same values and strides, in pages of their own between two that cannot be accessed.
 
     where: "end" if its last byte is the last before such a page, "begin" if its first is the first after.
     """
-    size = -(-t.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    count = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    num_bytes = count * t.itemsize
+    size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = mmap.mmap(-1, size + 2 * mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     for page in (address, address + mmap.PAGESIZE + size):
         if LIBC.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), PROT_NONE):
             raise OSError(ctypes.get_errno(), "mprotect")
-    offset = mmap.PAGESIZE + (size - t.nbytes if where == "end" else 0)
-    return torch.frombuffer(pages, dtype=t.dtype, count=t.numel(), offset=offset).view(t.shape).copy_(t)
+    offset = mmap.PAGESIZE + (size - num_bytes if where == "end" else 0)
+    flat = torch.frombuffer(pages, dtype=t.dtype, count=count, offset=offset)
+    return flat.as_strided(t.shape, t.stride()).copy_(t)
+
+
+def spread(t: Tensor) -> Tensor:
+    """The same values, two elements apart."""
+    return torch.stack([t, t], dim=-1)[..., 0]
+
+
+def transposed(t: Tensor) -> Tensor:
+    """The same values, features the slowest in memory."""
+    return t.permute(*reversed(range(t.dim()))).contiguous().permute(*reversed(range(t.dim())))
 
 
 def calls() -> list[Sample]:
@@ -49,6 +62,8 @@ def calls() -> list[Sample]:
             result += [call.with_(rotary_dim=max(2, head_dim // 2 - 2))]
             inv_freq = torch.logspace(0, -4, head_dim // 2)
             result += [call.with_(rope_base=None, inv_freq=inv_freq)]
+            for strided in (spread, transposed):
+                result += [call.map(strided), call.map(strided).with_(interleaved=True)]
     return result
 
 
