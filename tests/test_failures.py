@@ -32,7 +32,7 @@ def start(code: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-# ---- Allocations
+# ---- Allocations, and what the op asks of torch
 
 
 def kinds_of_calls() -> dict[str, Sample]:
@@ -48,22 +48,22 @@ def kinds_of_calls() -> dict[str, Sample]:
 
 
 def attempt(call: Sample, op: str, number: int) -> tuple[Exception | None, int]:
-    """Runs the call, whose allocation of this number fails. The error, and how many allocations there were."""
+    """Runs the call, whose step of this number fails. The error, and how many steps there were."""
     preloaded = ctypes.CDLL(None)
     error = None
     with threads(2):
-        preloaded.fail_allocation(number)
+        preloaded.fail_step(number)
         try:
             OPS[op](*call.args, **call.kwargs)
         except (RuntimeError, MemoryError, IndexError) as raised:
             error = raised
-        left = preloaded.allocations_left()
-        preloaded.fail_allocation(0)
+        left = preloaded.steps_left()
+        preloaded.fail_step(0)
     return error, number - left
 
 
 def fail_one_by_one() -> None:
-    """In this process, where failing_allocations.cpp is preloaded."""
+    """In this process, where failing_steps.cpp is preloaded."""
     check(make_sample())
     bases = iter(range(20_000, 100_000))
     for name, call in kinds_of_calls().items():
@@ -73,14 +73,13 @@ def fail_one_by_one() -> None:
                 return call.clone().with_(rope_base=float(next(bases))) if is_first else call.clone()
 
             _, count = attempt(fresh(), op, 10**9)
-            # A table of frequencies takes thousands. Of so many, some.
-            for number in sorted(
-                {*range(1, min(count, 8) + 1), *range(1, count + 1, 1 + count // 5), count} - {0}
-            ):
+            # A table of frequencies takes thousands. Of so many, some. The last record the writes.
+            some = {*range(1, 9), *range(1, count, 1 + count // 10), *range(count - 24, count + 1)}
+            for number in sorted(some & {*range(1, count + 1)}):
                 now = fresh()
                 before = now.clone()
                 error, reached = attempt(now, op, number)
-                print(f"{name}, {op}, allocation {number} of {count}: {error!r}")
+                print(f"{name}, {op}, step {number} of {count}: {error!r}")
                 # A table that is kept since, or another base's, takes fewer.
                 assert error is not None or reached < number
                 if error is None:
@@ -93,16 +92,16 @@ def fail_one_by_one() -> None:
 
 @pytest.fixture(scope="module")
 def preload(tmp_path_factory) -> Path:
-    library = tmp_path_factory.mktemp("preload") / "libfailing_allocations.so"
+    library = tmp_path_factory.mktemp("preload") / "libfailing_steps.so"
     compiler = os.environ.get("CXX", "c++")
-    source = HERE / "data" / "failing_allocations.cpp"
+    source = HERE / "data" / "failing_steps.cpp"
     subprocess.run(
         [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True
     )
     return library
 
 
-def test_an_allocation_that_fails_changes_nothing(preload):
+def test_a_step_that_fails_changes_nothing(preload):
     process = start(
         "import torch_ropepool, test_failures; test_failures.fail_one_by_one()", LD_PRELOAD=str(preload)
     )
@@ -111,6 +110,8 @@ def test_an_allocation_that_fails_changes_nothing(preload):
     assert "could not allocate an output of q's size" in out
     assert "could not allocate an output of k's size" in out
     assert "MemoryError" in out or "bad_alloc" in out
+    for step in ("aoti_torch_new_tensor_handle(", "aoti_torch_as_strided(", "torch_call_dispatcher("):
+        assert step in out
 
 
 # ---- Ctrl-C

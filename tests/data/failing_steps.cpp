@@ -1,14 +1,16 @@
-// Preloaded by tests/test_failures.py: makes one allocation of the op fail.
+// Preloaded by tests/test_failures.py: makes one step of a call fail, which is an allocation, or
+// something that the op asks of torch.
 #include <dlfcn.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 
 namespace {
 
-// How many allocations from now on the one is that fails; 0: none.
+// How many steps from now on the one is that fails; 0: none.
 thread_local long countdown = 0;
 
 bool is_ours(void* caller) {
@@ -26,10 +28,17 @@ void* allocate(std::size_t size, void* caller) {
   throw std::bad_alloc();
 }
 
+// torch's own function of that name.
+template <class Function>
+Function* in_torch(const char* name, Function*) {
+  static void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  return reinterpret_cast<Function*>(dlsym(torch, name));
+}
+
 }  // namespace
 
-extern "C" void fail_allocation(long number) { countdown = number; }
-extern "C" long allocations_left() { return countdown; }
+extern "C" void fail_step(long number) { countdown = number; }
+extern "C" long steps_left() { return countdown; }
 
 void* operator new(std::size_t size) { return allocate(size, __builtin_return_address(0)); }
 void* operator new[](std::size_t size) { return allocate(size, __builtin_return_address(0)); }
@@ -44,4 +53,22 @@ extern "C" int posix_memalign(void** memory, std::size_t alignment, std::size_t 
   // aligned_alloc wants a multiple of the alignment.
   *memory = std::aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
   return *memory == nullptr ? ENOMEM : 0;
+}
+
+// What torch's C shim returns for what fails in torch.
+constexpr int kFailure = 1;
+
+extern "C" int aoti_torch_new_tensor_handle(void* tensor, void** result) {
+  static auto* next = in_torch("aoti_torch_new_tensor_handle", &aoti_torch_new_tensor_handle);
+  return fails_now() ? kFailure : next(tensor, result);
+}
+extern "C" int aoti_torch_as_strided(void* tensor, const std::int64_t* sizes,
+                                     const std::int64_t* strides, void** result) {
+  static auto* next = in_torch("aoti_torch_as_strided", &aoti_torch_as_strided);
+  return fails_now() ? kFailure : next(tensor, sizes, strides, result);
+}
+extern "C" int torch_call_dispatcher(const char* name, const char* overload, std::uint64_t* stack,
+                                     std::uint64_t version) {
+  static auto* next = in_torch("torch_call_dispatcher", &torch_call_dispatcher);
+  return fails_now() ? kFailure : next(name, overload, stack, version);
 }
