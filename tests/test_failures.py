@@ -73,9 +73,9 @@ def fail_one_by_one() -> None:
                 return call.clone().with_(rope_base=float(next(bases))) if is_first else call.clone()
 
             _, count = attempt(fresh(), op, 10**9)
-            # A table of frequencies takes thousands. Of so many, some. The last record the writes.
-            some = {*range(1, 9), *range(1, count, 1 + count // 10), *range(count - 24, count + 1)}
-            for number in sorted(some & {*range(1, count + 1)}):
+            # A table of frequencies takes thousands. Of so many, some, and the last.
+            last = range(max(1, count - 24), count + 1)
+            for number in sorted({*range(1, count, 1 + count // 100), *last}):
                 now = fresh()
                 before = now.clone()
                 error, reached = attempt(now, op, number)

@@ -1,7 +1,9 @@
 // Preloaded by tests/test_failures.py: makes one step of a call fail, which is an allocation, or
 // something that the op asks of torch.
 #include <dlfcn.h>
+#include <link.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
@@ -13,9 +15,23 @@ namespace {
 // How many steps from now on the one is that fails; 0: none.
 thread_local long countdown = 0;
 
+// Where the op's library is in memory.
+std::uintptr_t first_address = 0;
+std::uintptr_t last_address = 0;
+
+int find_library(dl_phdr_info* info, std::size_t, void*) {
+  if (std::strstr(info->dlpi_name, "librope_pool.") == nullptr) return 0;
+  first_address = info->dlpi_addr;
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    last_address = std::max<std::uintptr_t>(
+        last_address, info->dlpi_addr + info->dlpi_phdr[i].p_vaddr + info->dlpi_phdr[i].p_memsz);
+  }
+  return 1;
+}
+
 bool is_ours(void* caller) {
-  Dl_info info;
-  return dladdr(caller, &info) != 0 && std::strstr(info.dli_fname, "librope_pool") != nullptr;
+  const auto address = reinterpret_cast<std::uintptr_t>(caller);
+  return first_address <= address && address < last_address;
 }
 
 bool fails_now() { return countdown > 0 && --countdown == 0; }
@@ -37,7 +53,10 @@ Function* in_torch(const char* name, Function*) {
 
 }  // namespace
 
-extern "C" void fail_step(long number) { countdown = number; }
+extern "C" void fail_step(long number) {
+  if (first_address == 0) dl_iterate_phdr(find_library, nullptr);
+  countdown = number;
+}
 extern "C" long steps_left() { return countdown; }
 
 void* operator new(std::size_t size) { return allocate(size, __builtin_return_address(0)); }
