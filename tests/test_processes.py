@@ -12,6 +12,7 @@ import pytest
 import torch
 from checks import assert_same_bits, check
 from sample import Sample, make_sample
+from test_rope_pool import MANY, run_in_threads
 
 import torch_ropepool
 
@@ -62,6 +63,31 @@ def test_threads_import_the_package_at_once():
         "for thread in threads: thread.join()\n"
         "assert len(ready) == 8\n"
         "print('done')"
+    )
+
+
+def callers_resize_torch_threads() -> None:
+    """Each caller has threads of torch's beside it, now more and now fewer, and slots of its own."""
+    call = make_sample(4 * MANY, pool_size=4 * MANY)
+    want = call.clone()
+    want.run()
+    rows = [slice(i * MANY, (i + 1) * MANY) for i in range(4)]
+
+    def work(i: int) -> None:
+        names = ("q", "k", "v", "positions", "slots")
+        part = call.with_(**{name: getattr(call, name)[rows[i]] for name in names})
+        for repeat in range(6):
+            torch.set_num_threads(1 + (i + repeat) % 3)
+            part.run()
+
+    run_in_threads(work, num_threads=4)
+    assert_same_bits(call.k_pool, want.k_pool)
+    assert_same_bits(call.v_pool, want.v_pool)
+
+
+def test_callers_resize_torch_threads():
+    assert_runs(
+        "import torch_ropepool, test_processes\ntest_processes.callers_resize_torch_threads()\nprint('done')"
     )
 
 

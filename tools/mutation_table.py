@@ -22,6 +22,7 @@ TEST_ID = r"tests/\S+?::\w+(?:\[.*?\](?=\s|$))?"  # parameters may have spaces
 
 CONTRACT = "torch_ropepool/csrc/contract.cpp"
 CPU = "torch_ropepool/csrc/cpu/rope_pool_cpu.cpp"
+FREQUENCIES = "torch_ropepool/csrc/frequency_table.cpp"
 HINTS = "torch_ropepool/csrc/cpu/cache_hints.h"
 INDICES = "torch_ropepool/csrc/index_array.h"
 KERNEL = "torch_ropepool/csrc/rope_pool_kernel.h"

@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__SSE2__) || defined(_M_X64)
+// Sanitizers do not see such stores.
+#if (defined(__SSE2__) || defined(_M_X64)) && !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__)
 #include <emmintrin.h>
 #define ROPE_POOL_STREAMS 1
 #endif
