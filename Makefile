@@ -10,7 +10,7 @@ FUZZ_CASES ?= 200000
 BUILD_FILES := pyproject.toml setup.py tools/build_config.py tools/embed_shader.py
 CXX_SOURCES := $(shell find torch_ropepool examples tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal')
 
-.PHONY: demo test bench fuzz mutations asan ubsan torch-versions lint format wheel-macos clean
+.PHONY: demo test bench fuzz mutations asan ubsan tsan coverage torch-versions lint format wheel-macos clean
 
 demo: .venv/weights
 	$(BIN)/python examples/generate.py
@@ -26,12 +26,20 @@ bench: .venv/bench
 mutations: .venv/built
 	$(BIN)/python tools/mutation_table.py
 
-# The tests of the CPU kernel with AddressSanitizer, or UndefinedBehaviorSanitizer, in the library. Linux.
+# The tests with AddressSanitizer, UndefinedBehaviorSanitizer or ThreadSanitizer in the library. Linux, gcc.
+# What is planted first must be reported.
 asan: .venv/built
 	$(BIN)/python tools/sanitize.py address
 
 ubsan: .venv/built
 	$(BIN)/python tools/sanitize.py undefined
+
+tsan: .venv/built
+	$(BIN)/python tools/sanitize.py thread
+
+# Lines and branches of the compiled code that the tests run, and why not the others. Linux, gcc.
+coverage: .venv/built
+	$(BIN)/python tools/cpp_coverage.py
 
 # Random calls. It prints its seed; `make fuzz FUZZ_SEED=...` makes the same ones again.
 fuzz: .venv/built

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import torch_ropepool  # noqa: F401  registers the ops
+
 OPS = {
     "rope_pool_fused": torch.ops.ropepool.rope_pool_fused,
     "_rope_pool_fused": torch.ops.ropepool._rope_pool_fused,

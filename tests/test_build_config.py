@@ -1,4 +1,4 @@
-"""TORCH_ROPEPOOL_SANITIZE, which `make asan` and `make ubsan` set."""
+"""TORCH_ROPEPOOL_SANITIZE, which `make asan`, `make ubsan` and `make tsan` set."""
 
 import build_config
 import pytest
@@ -21,5 +21,5 @@ def test_no_sanitizer(monkeypatch):
 
 def test_unknown_sanitizer(monkeypatch):
     monkeypatch.setenv("TORCH_ROPEPOOL_SANITIZE", "adress")
-    with pytest.raises(SystemExit, match="must be one of address, undefined, got adress"):
+    with pytest.raises(SystemExit, match="must be one of address, undefined, thread, got adress"):
         build_config.sanitizer_args("linux")

@@ -77,7 +77,8 @@ def another_model(r: random.Random, spec: CallSpec) -> None:
     kwargs = spec.kwargs
     for name in FLOATS:
         heads = kwargs["num_qo_heads"] if name == "q" else kwargs["num_kv_heads"]
-        spec.views[name].shape = (spec.views[name].shape[0], heads, kwargs["head_dim"])
+        # A keyword that was made negative before is no size.
+        spec.views[name].shape = (spec.views[name].shape[0], max(heads, 0), max(kwargs["head_dim"], 0))
         spec.views[name].strides = None
 
 

@@ -22,7 +22,7 @@ CSRC = Path("torch_ropepool/csrc")
 METAL = Path("torch_ropepool/metal")
 SHADER_HEADER = Path("build/generated/rope_pool_shader.h")  # made by embed_shader.py
 
-SANITIZERS = ("address", "undefined")
+SANITIZERS = ("address", "undefined", "thread")
 
 # What every library with kernels is made of.
 COMMON_SOURCES = [

@@ -22,6 +22,8 @@ TEST_ID = r"tests/\S+?::\w+(?:\[.*?\](?=\s|$))?"  # parameters may have spaces
 
 CONTRACT = "torch_ropepool/csrc/contract.cpp"
 CPU = "torch_ropepool/csrc/cpu/rope_pool_cpu.cpp"
+FREQUENCIES = "torch_ropepool/csrc/frequency_table.cpp"
+HINTS = "torch_ropepool/csrc/cpu/cache_hints.h"
 INDICES = "torch_ropepool/csrc/index_array.h"
 GPU_TABLES = "torch_ropepool/csrc/gpu_tables.cpp"
 KERNEL = "torch_ropepool/csrc/rope_pool_kernel.h"
@@ -70,9 +72,9 @@ MUTATIONS = [
         "contract checked after the write",
         OPS,
         """check(call, /*in_place=*/true);
-    launch(call, call.args.q, call.args.k);""",
+    launch(call, call.args.q, call.args.k, /*in_place=*/true);""",
         """call.view_tensors();
-    launch(call, call.args.q, call.args.k);
+    launch(call, call.args.q, call.args.k, /*in_place=*/true);
     check(call, /*in_place=*/true);""",
         "tests/test_contract.py",
     ),
@@ -160,6 +162,50 @@ MUTATIONS = [
         "tests/test_contract.py",
     ),
     cpu("write to v_pool not recorded", OPS, "record_write(call.v_pool);", ""),
+    cpu(
+        "write recorded after it, which may fail",
+        CPU,
+        "before_write();\n      tokens(launch, 0, num_tokens);",
+        "tokens(launch, 0, num_tokens);\n      before_write();",
+        "tests/test_failures.py",
+    ),
+    cpu(
+        "tokens that may share a slot looked for after the write",
+        CPU,
+        "stored = last_writers(launch.slots, num_tokens);",
+        "tokens(launch, 0, num_tokens);\n      stored = last_writers(launch.slots, num_tokens);",
+        "tests/test_failures.py",
+    ),
+    cpu(
+        "rows stored in whole vectors, beyond their end",
+        HINTS,
+        """size % 16 == 0) {
+    auto* vectors = static_cast<__m128i*>(to);
+    const auto* source = static_cast<const __m128i*>(from);
+    for (std::size_t i = 0; i < size / 16; ++i) {""",
+        """size >= 16) {
+    auto* vectors = static_cast<__m128i*>(to);
+    const auto* source = static_cast<const __m128i*>(from);
+    for (std::size_t i = 0; i < (size + 15) / 16; ++i) {""",
+    ),
+    cpu(
+        "a row's copy a byte too long",
+        HINTS,
+        "std::memcpy(to, from, size);",
+        "std::memcpy(to, from, size + 1);",
+        "tests/test_guard_pages.py",
+    ),
+    cpu(
+        "a word read as two",
+        TOKENS,
+        """  u32 word;
+  std::memcpy(&word, x, sizeof word);
+  return word;""",
+        """  u64 words;
+  std::memcpy(&words, x, sizeof words);
+  return static_cast<u32>(words) ^ (words >> 32 == 0x12345678u);""",
+        "tests/test_guard_pages.py",
+    ),
     cpu(
         "bfloat16 ties rounded up",
         MATH,

@@ -253,7 +253,7 @@ def requiring_grad(t: Tensor) -> Any:
     return t.detach().requires_grad_() if t.is_floating_point() else t.double().requires_grad_()
 
 
-# What they make, and what happens: "accepted", or the errors that are allowed.
+# All are refused but for the subclass.
 ODDITIES: dict[str, Any] = {
     "sparse_coo": lambda t: t.to_sparse(),
     "mkldnn": lambda t: t.float().to_mkldnn(),
@@ -273,7 +273,6 @@ ODDITIES: dict[str, Any] = {
     "number": lambda t: 3,
     "numpy": lambda t: torch.zeros(3).numpy(),
     "subclass": lambda t: t.as_subclass(Subclass),
-    "inference": lambda t: t,
 }
 
 

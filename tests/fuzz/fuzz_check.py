@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -66,10 +68,21 @@ def assert_unchanged(placed: Placed, before: dict[str, Tensor]) -> None:
 def check(case: Case) -> str:
     """Raises AssertionError where a backend is wrong. Returns what the case was."""
     contents = fill(case)
-    if case.odd is not None:
-        return check_odd(case, contents)
     placed = Placed(case, contents)
     before = placed.image()
+    if case.odd is not None:
+        # torch reads a tensor that it makes another of: one that is whole, and fits into memory.
+        views = case.spec.views.values()
+        if any(
+            v.storage_bytes is not None or v.device == "meta" or math.prod(v.shape) > 2**20 for v in views
+        ):
+            return "not made"
+        try:
+            placed.call = replaced(case, placed.call)
+        except ERRORS:  # torch has no such tensor
+            return "not made"
+        if case.odd[1] != "subclass":
+            return check_odd(case, placed, before)
     said = contract(placed.call, case.op)
     key = torch._C.DispatchKey
     on_cpu = {t.device.type for t in placed.call.tensors} == {"cpu"}
@@ -126,7 +139,8 @@ def assert_right(
     may_mix: rows whose slot several tokens name are left out, and slots beyond the pool are not stored.
     """
     want = Placed(case, contents)  # becomes the memory that is expected
-    original = want.call.clone()
+    # Without strides so huge that torch cannot slice the tensor.
+    original = want.call.map(lambda t: t.clone(memory_format=torch.contiguous_format))
     in_place = case.op == "rope_pool_fused_"
     q_rot, k_rot = (placed.call.q, placed.call.k) if in_place else results[:2]
     assert_turned(q_rot, original.q, original)
@@ -137,7 +151,7 @@ def assert_right(
         bits_of(want.call.k).copy_(bits_of(k_rot))
     else:
         assert q_rot.is_contiguous() and k_rot.is_contiguous()
-        if case.op == "rope_pool_fused":
+        if case.op == "rope_pool_fused" and case.odd is None:  # torch wraps what comes back for a subclass
             assert results[2] is placed.call.k_pool and results[3] is placed.call.v_pool
     slots = original.slots.tolist()
     repeated = {slot for slot, count in Counter(slots).items() if count > 1}
@@ -185,7 +199,9 @@ def assert_turned(got: Tensor, x: Tensor, call: Sample) -> None:
     near = (got.double() - exact).abs() <= 0.01 * scaling * sums.clamp(max=torch.finfo(torch.float64).max)
     product_overflows = sums * scaling >= 0.4 * computed_in.max if scaling > 1 else torch.tensor(False)
     beyond = ~got.isfinite() & ((exact.abs() >= 0.99 * largest) | product_overflows)
-    assert (near | beyond)[rest].all()
+    # In float64 the reference overflows too, where the kernel's fma may not.
+    unknown = product_overflows & ~exact.isfinite()
+    assert (near | beyond | unknown)[rest].all()
 
 
 def has_infinity(x: Tensor, call: Sample) -> Tensor:
@@ -236,20 +252,12 @@ def check_mps(case: Case, contents: dict[str, Tensor], said: Outcome, on_cpu: tu
 # ---- Odd arguments
 
 
-def check_odd(case: Case, contents: dict[str, Tensor]) -> str:
-    assert case.odd is not None
-    _, how = case.odd
-    placed = Placed(case, contents)
-    before = placed.image()
-    if any(view.device != "cpu" or view.storage_bytes is not None for view in case.spec.views.values()):
-        return "skipped"
-    try:
-        call = replaced(case, placed.call)
-    except ERRORS:
-        return "skipped"
-    got, _ = attempt(lambda: OPS[case.op](**arguments(call)))
-    if got == ACCEPTED:
-        assert how in ("subclass", "inference", "bool"), how
-        return "odd, accepted"
+def check_odd(case: Case, placed: Placed, before: dict[str, Tensor]) -> str:
+    """Refused, in words that name an argument. The primitive may leave that to torch."""
+    got, _ = attempt(lambda: OPS[case.op](**arguments(placed.call)))
+    assert got != ACCEPTED
+    left_to_torch = got[0] == "NotImplementedError" and case.op == "_rope_pool_fused"
+    names = (*TENSOR_NAMES, *placed.call.kwargs)
+    assert left_to_torch or any(re.search(rf"\b{name}\b", got[1]) for name in names), got
     assert_unchanged(placed, before)
     return f"odd, {got[0]}"

@@ -7,5 +7,5 @@ from hypothesis import Phase, settings
 
 
 def test_random_calls():
-    kinds = fuzz.run(300, settings(derandomize=True, phases=[Phase.generate, Phase.shrink]))
+    kinds = fuzz.run(1200, settings(derandomize=True, phases=[Phase.generate, Phase.shrink]))
     assert {"accepted", "ValueError", "IndexError"} <= set(kinds)

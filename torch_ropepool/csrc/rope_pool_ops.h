@@ -2,8 +2,10 @@
 //   static constexpr bool kAllowsFloat64, kAllowsFloat64InvFreq;
 //   static void launch(RopePoolArgs& args,        // checked; it may give other slots
 //                      const TensorView& q_rot,   // [num_tokens, num_qo_heads, head_dim], may be q
-//                      const TensorView& k_rot);  // [num_tokens, num_kv_heads, head_dim], may be k
-// launch checks what only the values can tell before it writes anything.
+//                      const TensorView& k_rot,   // [num_tokens, num_kv_heads, head_dim], may be k
+//                      const BeforeWrite& before_write);
+// launch checks what only the values can tell, does whatever else can fail, calls before_write(),
+// which may throw, and then writes.
 #pragma once
 
 #include "tensor_args.h"
@@ -46,22 +48,26 @@ class RopePoolOps {
   static void rope_pool_fused_(StableIValue* stack, std::uint64_t, std::uint64_t) {
     StackArgs call(stack);
     check(call, /*in_place=*/true);
-    launch(call, call.args.q, call.args.k);
-    record_write(call.q);
-    record_write(call.k);
+    launch(call, call.args.q, call.args.k, /*in_place=*/true);
   }
 
   static Rotated run_out_of_place(StackArgs& call) {
     check(call, /*in_place=*/false);
     Rotated rotated = {empty_like(call.args.q), empty_like(call.args.k)};
-    launch(call, view_of(rotated.q.get(), "q_rot"), view_of(rotated.k.get(), "k_rot"));
+    launch(call, view_of(rotated.q.get(), "q_rot"), view_of(rotated.k.get(), "k_rot"),
+           /*in_place=*/false);
     return rotated;
   }
 
-  static void launch(StackArgs& call, const TensorView& q_rot, const TensorView& k_rot) {
-    Backend::launch(call.args, q_rot, k_rot);
-    record_write(call.k_pool);
-    record_write(call.v_pool);
+  static void launch(StackArgs& call, const TensorView& q_rot, const TensorView& k_rot,
+                     bool in_place) {
+    Backend::launch(call.args, q_rot, k_rot, [&] {
+      record_write(call.k_pool);
+      record_write(call.v_pool);
+      if (!in_place) return;
+      record_write(call.q);
+      record_write(call.k);
+    });
   }
 
   static void check(StackArgs& call, bool in_place) {

@@ -173,7 +173,9 @@ struct Mps {
   // Eight for each core of a large GPU of Apple's.
   static constexpr i64 kEnoughGroups = 8 * 40;
 
-  static void launch(RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
+  template <class BeforeWrite>
+  static void launch(RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot,
+                     const BeforeWrite& before_write) {
     static const auto set_arg_bytes =
         find_in_torch<SetArgBytes>("torch_mps_set_arg_bytes");  // 2.14
     // Never destroyed: torch may be gone by then.
@@ -181,7 +183,7 @@ struct Mps {
     static auto& layouts = *new ConstantTensors;
 
     const auto table = has_device_inv_freq(args) ? nullptr : table_of(args);
-    if (args.num_tokens() == 0) return;
+    if (args.num_tokens() == 0) return before_write();
     const OwnedTensor other_slots = look_at_slots_if_asked(args);
 
     const GpuPlan plan = gpu_plan_of(args, q_rot, k_rot, kEnoughGroups);
@@ -209,6 +211,7 @@ struct Mps {
     // torch's kernel object holds the encoder between the steps, for whichever thread began last.
     static std::mutex encoding;
     const AOTIMetalKernelFunctionHandle function = kernel_function(args.q.dtype, plan.form);
+    before_write();
     const AOTITorchError status = [&] {
       const std::lock_guard<std::mutex> lock(encoding);
       return aoti_torch_mps_run_command_block(function, &Dispatch::encode, &dispatch);

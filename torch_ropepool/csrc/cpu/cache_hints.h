@@ -3,7 +3,9 @@
 
 #include <cstddef>
 
-#if defined(__SSE2__) || defined(_M_X64)
+// Sanitizers do not see such stores.
+#if (defined(__SSE2__) || defined(_M_X64)) && !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__)
 #include <immintrin.h>
 #define ROPE_POOL_STREAMS 1
 #endif

@@ -33,10 +33,12 @@ struct Cpu {
   static constexpr bool kAllowsFloat64 = true;
   static constexpr bool kAllowsFloat64InvFreq = true;
 
-  static void launch(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
+  template <class BeforeWrite>
+  static void launch(const RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot,
+                     const BeforeWrite& before_write) {
     const auto table = table_of(args);
     const i64 num_tokens = args.num_tokens();
-    if (num_tokens == 0) return;
+    if (num_tokens == 0) return before_write();
 
     CpuLaunch launch{};
     launch.params = params_of(args, q_rot, k_rot);
@@ -62,6 +64,7 @@ struct Cpu {
 
     const i64 grain = grain_size(launch.params, args.q.itemsize);
     if (num_tokens < 2 * grain) {
+      before_write();
       tokens(launch, 0, num_tokens);
       return;
     }
@@ -70,6 +73,7 @@ struct Cpu {
       stored = last_writers(launch.slots, num_tokens);
       launch.slots = {stored.get(), /*is_int64=*/true, 0, 1};
     }
+    before_write();
     torch::stable::parallel_for(0, num_tokens, grain,
                                 [&](int64_t begin, int64_t end) { tokens(launch, begin, end); });
   }

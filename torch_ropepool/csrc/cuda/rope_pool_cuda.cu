@@ -198,9 +198,11 @@ struct Cuda {
   // For an H200's 132 processors; measured: fewer leave it idle, more make angles more often.
   static constexpr i64 kEnoughGroups = 24 * 132;
 
-  static void launch(RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot) {
+  template <class BeforeWrite>
+  static void launch(RopePoolArgs& args, const TensorView& q_rot, const TensorView& k_rot,
+                     const BeforeWrite& before_write) {
     const auto table = has_device_inv_freq(args) ? nullptr : table_of(args);
-    if (args.num_tokens() == 0) return;
+    if (args.num_tokens() == 0) return before_write();
     const OwnedTensor other_slots = look_at_slots_if_asked(args);
 
     const DeviceGuard guard(args.q.device_index);
@@ -208,6 +210,7 @@ struct Cuda {
     const void* frequencies =
         table == nullptr ? args.inv_freq->data : device_table(table, args.q, temporary);
     const GpuPlan plan = gpu_plan_of(args, q_rot, k_rot, kEnoughGroups);
+    before_write();
     switch (args.q.dtype) {
       case DType::kFloat16:
         return launch_kernel<Float16, 8>(args, q_rot, k_rot, plan, frequencies);
