@@ -81,8 +81,8 @@ MUTATIONS = [
     cpu(
         "row of a pool in 32 bits",
         TOKENS,
-        "slot % p.page_size * pool_strides.row;",
-        "static_cast<i32>(slot % p.page_size * pool_strides.row);",
+        "slot % p.page_size * strides.row;",
+        "static_cast<i32>(slot % p.page_size * strides.row);",
     ),
     cpu(
         "offset of an index in 32 bits",
@@ -151,8 +151,8 @@ MUTATIONS = [
     cpu(
         "k stored unrotated",
         TOKENS,
-        "store_row(token_k_rot, p.k_rot, launch.k_pool,",
-        "store_row(token_k, p.k, launch.k_pool,",
+        "store_head(token_k_rot, p.k_rot, k_row,",
+        "store_head(token_k, p.k, k_row,",
     ),
     cpu(
         "dtype of v_pool not checked",

@@ -271,25 +271,31 @@ struct BFloat16 {
 struct Float16 {
   typedef u16 storage;
   typedef float compute;
-  static ROPE_POOL_FN float load(u16 x) {
-    u32 sign = ((u32)x & 0x8000u) << 16;
-    u32 magnitude = (u32)x & 0x7fffu;
-    u32 normal = (magnitude << 13) + 0x38000000u;
-    u32 inf_or_nan = (magnitude << 13) | 0x7f800000u;
-    u32 subnormal = bits_of((float)(i32)magnitude * 5.9604644775390625e-8f);  // 2^-24
-    u32 bits = magnitude < 0x400u ? subnormal : (magnitude < 0x7c00u ? normal : inf_or_nan);
+  static ROPE_POOL_FN float load(u16 x) { return widened((u32)x); }
+  static ROPE_POOL_FN u16 store(float x) { return (u16)rounded(x); }
+  // From the bits in the lower half; the upper one is not looked at.
+  static ROPE_POOL_FN float widened(u32 x) {
+    u32 sign = (x & 0x8000u) << 16;
+    i32 magnitude = (i32)(x & 0x7fffu);
+    u32 normal = ((u32)magnitude << 13) + 0x38000000u;
+    u32 inf_or_nan = normal + 0x38000000u;
+    u32 subnormal = bits_of((float)magnitude * 5.9604644775390625e-8f);  // 2^-24
+    u32 bits = magnitude < 0x400 ? subnormal : (magnitude < 0x7c00 ? normal : inf_or_nan);
     return float_of(bits | sign);
   }
-  static ROPE_POOL_FN u16 store(float x) {
+  // The bits to store, in the lower half; the upper one is zero.
+  static ROPE_POOL_FN u32 rounded(float x) {
     u32 sign = (bits_of(x) >> 16) & 0x8000u;
-    u32 magnitude = bits_of(x) & 0x7fffffffu;
-    u32 normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    // The last place of 0.5f is 2^-24, float16's smallest step: the addition rounds to it.
-    u32 subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-    u32 bits = magnitude < 0x38800000u ? subnormal : normal;
-    bits = magnitude >= 0x477ff000u ? 0x7c00u : bits;  // 65520 and above round to infinity
-    bits = magnitude > 0x7f800000u ? 0x7e00u : bits;   // NaN
-    return (u16)(bits | sign);
+    i32 magnitude = (i32)(bits_of(x) & 0x7fffffffu);
+    i32 finite = magnitude < 0x47800000 ? magnitude : 0x47800000;  // 65536 becomes infinity
+    i32 exponent = finite & 0x7f800000;
+    exponent = exponent > 0x38800000 ? exponent : 0x38800000;  // subnormals have the least one
+    // The last place of 2^13 times the power of two is float16's step: the addition rounds to it.
+    u32 step = (u32)exponent + (13u << 23);
+    u32 steps = bits_of(float_of((u32)finite) + float_of(step)) - step;
+    u32 bits = steps + ((u32)exponent >> 13) - (113u << 10);
+    bits = magnitude > 0x7f800000 ? 0x7e00u : bits;  // NaN
+    return bits | sign;
   }
 };
 
@@ -337,6 +343,16 @@ struct WordOf<Float16> {
     u32 word;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
+  }
+};
+#else
+// All in 32 bits: a compiler's vectors then have elements of one size.
+template <>
+struct WordOf<Float16> {
+  static ROPE_POOL_FN float low(u32 word) { return Float16::widened(word); }
+  static ROPE_POOL_FN float high(u32 word) { return Float16::widened(word >> 16); }
+  static ROPE_POOL_FN u32 store(float low, float high) {
+    return Float16::rounded(low) | (Float16::rounded(high) << 16);
   }
 };
 #endif

@@ -12,11 +12,12 @@
 
 namespace rope_pool {
 
-inline void prefetch(const void* from) {
+// A macro: GCC takes a function that only does this for one without effect, and drops calls to it.
 #if defined(__GNUC__)
-  __builtin_prefetch(from);
+#define ROPE_POOL_PREFETCH(from) __builtin_prefetch(from)
+#else
+#define ROPE_POOL_PREFETCH(from) static_cast<void>(from)
 #endif
-}
 
 // A block copied to an aligned place, past the cache.
 #if ROPE_POOL_STREAMS

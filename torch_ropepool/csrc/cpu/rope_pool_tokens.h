@@ -205,9 +205,9 @@ void stream_row(const Storage* from, Storage* to, i64 count) {
 
 // Asks for a row of a token to come while this one is worked on.
 template <class Storage>
-void prefetch_row(const Storage* row, i64 count) {
+ROPE_POOL_FN void prefetch_row(const Storage* row, i64 count) {
   constexpr i64 kLine = 64 / sizeof(Storage);
-  for (i64 i = 0; i < count; i += kLine) prefetch(row + i);
+  for (i64 i = 0; i < count; i += kLine) ROPE_POOL_PREFETCH(row + i);
 }
 
 // Rotates the pairs [first, first + count) of a token's heads. `ahead`: asks for the heads of the
@@ -311,11 +311,22 @@ void rope_pool_tokens(const CpuLaunch& launch, i64 begin, i64 end) {
     }
   };
 
+  // Slots are anywhere, so a pool row is mostly on a page whose address the processor has to look
+  // up. It does so for several at once, but not while a token's rotation is between them.
+  constexpr i64 kLookups = 8;
   // From a token that is worked on to one that is asked for.
   constexpr i64 kAheadBytes = 12 * 1024;
   const i64 token_bytes = (p.num_qo_heads + 2 * p.num_kv_heads) * p.head_dim * i64{sizeof(Storage)};
   const i64 ahead_of_most = (kAheadBytes + token_bytes - 1) / token_bytes;
   for (i64 token = begin; token < end; ++token) {
+    if ((token - begin) % kLookups == 0) {
+      for (i64 later = token; later < std::min(token + kLookups, end); ++later) {
+        const i64 slot = launch.slots.at(0, later);
+        if (slot < 0) continue;
+        ROPE_POOL_PREFETCH(row_at(launch.k_pool, p.k_pool, slot));
+        ROPE_POOL_PREFETCH(row_at(launch.v_pool, p.v_pool, slot));
+      }
+    }
     const i64 ahead = token + ahead_of_most < end ? ahead_of_most : 0;
     const Storage* token_q = q + token * p.q.token;
     const Storage* token_k = k + token * p.k.token;
