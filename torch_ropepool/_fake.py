@@ -467,7 +467,9 @@ def _rope_pool_fused_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 def _primitive(call: Call, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     try:
         q_rot, k_rot = torch.ops.ropepool._rope_pool_fused(*args, **kwargs)
-    except NotImplementedError as error:  # eager, on a device that has no kernels
+    except NotImplementedError as error:
+        if "Could not run" not in str(error):  # a tensor subclass has reasons of its own
+            raise
         raise NotImplementedError(
             f"torch_ropepool has no kernel here for tensors on {call.q.device}: "
             "`python -m torch_ropepool` says what it has kernels for"
