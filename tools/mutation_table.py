@@ -23,7 +23,6 @@ TEST_ID = r"tests/\S+?::\w+(?:\[.*?\](?=\s|$))?"  # parameters may have spaces
 CONTRACT = "torch_ropepool/csrc/contract.cpp"
 CPU = "torch_ropepool/csrc/cpu/rope_pool_cpu.cpp"
 FREQUENCIES = "torch_ropepool/csrc/frequency_table.cpp"
-HINTS = "torch_ropepool/csrc/cpu/cache_hints.h"
 INDICES = "torch_ropepool/csrc/index_array.h"
 GPU_TABLES = "torch_ropepool/csrc/gpu_tables.cpp"
 KERNEL = "torch_ropepool/csrc/rope_pool_kernel.h"
@@ -178,21 +177,16 @@ MUTATIONS = [
     ),
     cpu(
         "rows stored in whole vectors, beyond their end",
-        HINTS,
-        """size % 16 == 0) {
-    auto* vectors = static_cast<__m128i*>(to);
-    const auto* source = static_cast<const __m128i*>(from);
-    for (std::size_t i = 0; i < size / 16; ++i) {""",
-        """size >= 16) {
-    auto* vectors = static_cast<__m128i*>(to);
-    const auto* source = static_cast<const __m128i*>(from);
-    for (std::size_t i = 0; i < (size + 15) / 16; ++i) {""",
+        TOKENS,
+        " || size % Block::kBytes != 0",
+        "",
+        "tests/test_guard_pages.py",
     ),
     cpu(
         "a row's copy a byte too long",
-        HINTS,
-        "std::memcpy(to, from, size);",
-        "std::memcpy(to, from, size + 1);",
+        TOKENS,
+        "std::memcpy(out, in, static_cast<std::size_t>(count) * sizeof(Storage));",
+        "std::memcpy(out, in, static_cast<std::size_t>(count) * sizeof(Storage) + 1);",
         "tests/test_guard_pages.py",
     ),
     cpu(

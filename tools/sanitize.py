@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import build_config
-from mutation_table import CPU, FREQUENCIES, HINTS, TOKENS, Mutation, copy_tree, mutated
+from mutation_table import CPU, FREQUENCIES, PLAN, TOKENS, Mutation, copy_tree, mutated
 
 # Put before the compiler in PATH: what tests compile with need not be watched.
 COMPILER = """#!/bin/sh
@@ -54,9 +54,9 @@ PLANTED = {
     "address": [
         Mutation(
             "a row's copy a byte too long",
-            HINTS,
-            "std::memcpy(to, from, size);",
-            "std::memcpy(to, from, size + 1);",
+            TOKENS,
+            "std::memcpy(out, in, static_cast<std::size_t>(count) * sizeof(Storage));",
+            "std::memcpy(out, in, static_cast<std::size_t>(count) * sizeof(Storage) + 1);",
             (f"{ROPE_POOL}::test_dtypes",),
         ),
         Mutation(
@@ -71,7 +71,7 @@ PLANTED = {
     "undefined": [
         Mutation(
             "a product that overflows",
-            CPU,
+            PLAN,
             "(static_cast<std::size_t>(slot) * 0x9e3779b97f4a7c15u >> 32)",
             "(static_cast<std::size_t>((slot + 1) * 0x7e3779b97f4a7c15) >> 32)",
             (f"{ROPE_POOL}::test_the_later_token_of_a_slot_stays",),
