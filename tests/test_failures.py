@@ -119,6 +119,7 @@ def test_a_step_that_fails_changes_nothing(preload):
 
 def call_until_interrupted() -> None:
     """Each call writes its number to every row. All rows are of one call when the interrupt arrives."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored, as in a shell's background
     call = make_sample(20_000, 2, 2, 64, pool_size=20_000)
     number = 0
     try:
