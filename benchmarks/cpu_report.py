@@ -369,11 +369,13 @@ def with_block(readme: str, block: str) -> str:
 def refresh_readme(results: Results, out: Path) -> None:
     folder = ROOT / KEPT
     folder.mkdir(exist_ok=True)
-    results.write_json(folder / "bench_cpu.json")
+    kept = folder / "bench_cpu.json"
+    results.write_json(kept)
     for name in PLOTS:
         shutil.copy(out / name, folder / name)
     readme = ROOT / "README.md"
-    readme.write_text(with_block(readme.read_text(), readme_block(results)))
+    block = readme_block(Results.read_json(kept))  # the numbers as rounded there
+    readme.write_text(with_block(readme.read_text(), block))
 
 
 # ---- Plots
