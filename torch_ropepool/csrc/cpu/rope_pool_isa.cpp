@@ -38,7 +38,9 @@ using Stream = Stream16;
 #pragma GCC target("avx2,fma")
 #endif
 namespace avx2 {
+#if ROPE_POOL_STREAMS
 using Stream = Stream32;
+#endif
 #include "rope_pool_tokens.h"
 }  // namespace avx2
 #if defined(__clang__)
@@ -51,7 +53,9 @@ using Stream = Stream32;
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
 #endif
 namespace avx512 {
+#if ROPE_POOL_STREAMS
 using Stream = Stream64;
+#endif
 #include "rope_pool_tokens.h"
 }  // namespace avx512
 #if defined(__clang__)
