@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import re
 import sys
 
 import pytest
 import torch
 from checks import check
 from sample import OPS, Sample, make_sample
-from test_rope_pool import DTYPES, ISA_ERROR, run_python
+from test_rope_pool import DTYPES, instruction_sets, run_python
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mprotect by way of ctypes")
@@ -75,14 +74,6 @@ def run_all(where: str) -> None:
             check(call.map(lambda t: guarded(t, where)), op)
             count += 1
     print(f"{count} calls")
-
-
-def instruction_sets() -> list[str]:
-    """Those of this machine, which the error for one that is not there names."""
-    code = "import torch_ropepool, sample; sample.make_sample().run()"
-    refused = re.search(ISA_ERROR, run_python(code, isa="mmx").stderr)
-    assert refused
-    return refused[1].split(", ")
 
 
 @pytest.mark.parametrize("where", ["end", "begin"])

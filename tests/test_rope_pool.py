@@ -656,22 +656,36 @@ def run_python(code: str, *args: str, isa: str) -> subprocess.CompletedProcess[s
 ISA_ERROR = r"RuntimeError: TORCH_ROPEPOOL_CPU_ISA must be one of (.+) on this machine, got mmx\n"
 
 
-def test_same_bits_from_every_instruction_set(tmp_path):
-    # Which there are, the error for one that is not says; the plain one is always there.
+def instruction_sets() -> list[str]:
+    """Those of this machine, which the error for one that is not there names."""
     code = "import torch_ropepool, sample; sample.make_sample().run()"
     refused = re.search(ISA_ERROR, run_python(code, isa="mmx").stderr)
     assert refused
-    names = refused[1].split(", ")
-    assert names[-1] == "baseline"
+    return refused[1].split(", ")
+
+
+def test_an_instruction_set_that_is_not_there_is_named():
+    code = "from torch_ropepool.__main__ import main; raise SystemExit(main())"
+    done = run_python(code, "--device", "cpu", isa="mmx")
+    assert "CPU instruction set:  not the one that TORCH_ROPEPOOL_CPU_ISA names\n" in done.stdout
+    assert re.search(ISA_ERROR, done.stdout)
+    assert done.returncode == 1
+
+
+def test_same_bits_from_every_instruction_set(tmp_path):
+    names = instruction_sets()
+    assert names[-1] == "baseline"  # always there
     want = results_of_this_process()
     for name in names:
         file = tmp_path / f"{name}.pt"
         code = (
             "import sys, torch, torch_ropepool, test_rope_pool\n"
-            "torch.save(test_rope_pool.results_of_this_process(), sys.argv[1])"
+            "torch.save(test_rope_pool.results_of_this_process(), sys.argv[1])\n"
+            "print(torch_ropepool._library.LIBRARY.rope_pool_cpu_isa().decode())"
         )
         done = run_python(code, str(file), isa=name)
         assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{name}\n"
         for g, w in zip(torch.load(file), want, strict=True):
             assert_same_bits(g, w)
 

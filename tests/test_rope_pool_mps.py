@@ -412,6 +412,51 @@ with metal_emulator.compile_options(lazy={lazy}):
     assert len([line for line in lines if "planted" in line]) == 2
 
 
+FAILING_STEPS = {  # a function of torch's, at which of its calls, and what the error calls it
+    ("create_shader_library", 1): "making the Metal shader library",
+    ("get_kernel_function", 1): "compiling the Metal kernel rope_pool_fused_bfloat16_few_tokens",
+    ("run_command_block", 1): "the command block",
+    ("start_encoding", 1): "encoding",
+    ("set_arg_tensor", 1): "binding a tensor",
+    ("set_arg_tensor", 10): "binding a tensor",
+    ("set_arg_tensor", 11): "binding the parameters",
+    ("set_arg_int", 1): "binding a number",
+    ("set_arg_int", 2): "binding a number",
+    ("dispatch_array_with_group_size", 1): "dispatching",
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_step_of_torchs_that_fails_is_named_and_nothing_is_written(op):
+    code = f"""
+import emulated_mps, metal_emulator, test_rope_pool_mps
+from torch_ropepool import selftest
+emulated_mps.load()
+for function, at_call in test_rope_pool_mps.FAILING_STEPS:
+    case = selftest.make_case("")
+    args = selftest.place(case, "cpu").args
+    try:
+        with metal_emulator.failing("aoti_torch_mps_" + function, at_call):
+            emulated_mps.call("{op}", args)
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+    for name, value in case.args.items():
+        assert not hasattr(value, "dtype") or selftest.same_bits(args[name], value), name
+assert selftest.difference(selftest.make_case(""), "{op}", "cpu", emulated_mps.call) is None
+"""
+    lines = run_python(code).splitlines()
+    assert len(lines) == len(FAILING_STEPS)
+    for step, line in zip(FAILING_STEPS.values(), lines, strict=True):
+        assert line.startswith(f"rope_pool_fused: {step} failed: "), line
+
+
+def test_more_heads_than_a_gpu_counts_are_refused():
+    args = selftest.make_case("", num_tokens=1, num_kv_heads=1, head_dim=2).args
+    args.update(q=args["q"][:, :1].expand(1, 2**31, 2), num_qo_heads=2**31)
+    with pytest.raises(ValueError, match="too many tokens, heads or features for a GPU"):
+        emulated_mps.call_kernel("rope_pool_fused", args)
+
+
 def test_slots_are_checked_where_asked():
     code = """
 import emulated_mps, torch

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import build_config
+import torch
 from mutation_table import CPU, FREQUENCIES, PLAN, TOKENS, Mutation, copy_tree, mutated
 
 # Put before the compiler in PATH: what tests compile with need not be watched.
@@ -32,6 +33,7 @@ OPTIONS = {
     "thread": [
         "halt_on_error=1",
         "die_after_fork=0",
+        "allocator_may_return_null=1",
         f"suppressions={build_config.ROOT.resolve()}/tests/data/tsan_suppressions.txt",
     ],
 }
@@ -168,6 +170,8 @@ class Tree:
         environment = {
             **self.environment,
             "LD_PRELOAD": " ".join(preloaded),
+            # A program's own path to libraries is not known to AddressSanitizer's dlopen.
+            "LD_LIBRARY_PATH": str(Path(torch.__file__).parent / "lib"),
             f"{runtime.upper()}_OPTIONS": ":".join(OPTIONS[self.sanitizer]),
         }
         pytest = (sys.executable, "-m", "pytest", "-x", "-v", "--capture=sys", "-p", "no:cacheprovider")

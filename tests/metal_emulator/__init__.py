@@ -161,6 +161,16 @@ def compile_options(
         runtime().metal_emulator_set_compiler(_compile, False)
 
 
+@contextmanager
+def failing(function: str, at_call: int = 1) -> Iterator[None]:
+    """A call of one of the shim's functions fails meanwhile: the first from here, or a later one."""
+    runtime().metal_emulator_fail(function.encode(), at_call)
+    try:
+        yield
+    finally:
+        runtime().metal_emulator_fail(b"", 0)
+
+
 def build_host_library(
     sources: Sequence[Path | str],
     *,

@@ -11,7 +11,7 @@
 // The package version that this library was built as.
 ROPE_POOL_EXPORT const char* rope_pool_version() { return ROPE_POOL_VERSION; }
 
-// Of the CPU kernel: "baseline", "avx2".
+// Of the CPU kernel: "baseline", "avx2", "avx512".
 ROPE_POOL_EXPORT const char* rope_pool_cpu_isa() {
   try {
     return rope_pool::cpu_isa_name();

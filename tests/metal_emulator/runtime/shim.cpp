@@ -56,6 +56,9 @@ Queue& queue() {
 
 CompileCallback compile_callback = nullptr;
 bool compile_lazily = false;
+// Which function of the shim fails next, and at which of its calls from here; 0: none.
+std::string failing_function;
+int calls_until_it_fails = 0;
 // Kept for good: use after deletion is a fault, not a crash.
 std::vector<std::unique_ptr<Library>> libraries;
 std::vector<AtenTensorHandle> kept_tensors;
@@ -72,6 +75,9 @@ AOTITorchError guarded(const char* name, Body body) {
   Recording& r = recording();
   const std::size_t faults = r.faults.size();
   try {
+    if (name == failing_function && calls_until_it_fails > 0 && --calls_until_it_fails == 0) {
+      throw Refusal("a failure that the test asked for");
+    }
     body();
     if (!r.active && r.faults.size() > faults) throw Refusal(r.faults.back());
     return AOTI_TORCH_SUCCESS;
@@ -428,6 +434,12 @@ AOTI_TORCH_EXPORT AOTITorchError torch_call_dispatcher(const char* op, const cha
 AOTI_TORCH_EXPORT void metal_emulator_set_compiler(CompileCallback callback, bool lazily) {
   compile_callback = callback;
   compile_lazily = lazily;
+}
+
+AOTI_TORCH_EXPORT void metal_emulator_fail(const char* function, int at_call) {
+  const std::lock_guard<std::recursive_mutex> lock(queue().mutex);
+  failing_function = function;
+  calls_until_it_fails = at_call;
 }
 
 AOTI_TORCH_EXPORT void metal_emulator_begin(uint64_t seed, uint64_t max_threads,
